@@ -30,21 +30,37 @@ def horizon(steps: int = 10_000, remaining: int | None = None) -> Horizon:
     return Horizon(20.0, steps, steps if remaining is None else remaining, min_gain=0.01)
 
 
+def after_a_move(intervals_ago: int = 1) -> History:
+    history = History(intervals=10 - intervals_ago)
+    history.moved(PLANS["left"])
+    history.intervals = 10
+    return history
+
+
 @pytest.mark.parametrize(
-    "options, when, goes, said",
+    "history, options, when, moves_since, goes, said",
     [
-        ([option(0.1)], horizon(), "other", ""),
-        ([option(0.1), option(0.12, plan="left")], horizon(), "left", ""),  # the better one: a mistake is taken back
-        ([option(0.009)], horizon(), None, "best candidate saves 0.9%, below min_gain 1%"),
-        ([option(0.03, 0.03)], horizon(), None, "give or take 4.8%: not surely a gain"),
-        ([option(0.03, 0.015)], horizon(), "other", ""),
-        ([option(-0.1)], horizon(), None, "no candidate is faster than the current plan"),
-        ([option(0.05)], horizon(100), None, "0.1 s in the 100 steps left; moving 95.4 MiB takes 0.2 s"),
-        ([option(0.05)], horizon(100, 5000), None, "for which so new a change may be expected to last"),
+        (History(), [option(0.1)], horizon(), 0, "other", ""),
+        (History(), [option(0.1), option(0.12, plan="left")], horizon(), 0, "left", ""),  # the better one
+        (History(), [option(0.009)], horizon(), 0, None, "best candidate saves 0.9%, below min_gain 1%"),
+        (History(), [option(0.03, 0.03)], horizon(), 0, None, "give or take 4.8%: not surely a gain"),
+        (History(), [option(0.03, 0.015)], horizon(), 0, "other", ""),
+        (History(), [option(-0.1)], horizon(), 0, None, "no candidate is faster than the current plan"),
+        (History(), [option(0.05)], horizon(100), 0, None, "0.1 s in the 100 steps left; moving 95.4 MiB takes 0.2 s"),
+        (History(), [option(0.05)], horizon(100, 5000), 0, None, "for which so new a change may be expected to last"),
+        # After a move the next must surely save min_gain, also one back; not where it is for the same change.
+        (after_a_move(), [option(0.03, 0.015)], horizon(), 0, None, "after recent moves it must surely save 1%"),
+        (after_a_move(), [option(0.05, 0.015)], horizon(), 0, "other", ""),
+        (after_a_move(), [option(0.03, 0.015)], horizon(), 1, "other", ""),
+        (after_a_move(), [option(0.03, 0.015, "left")], horizon(), 1, None, "it must surely save 1%"),
+        (after_a_move(), [option(0.2, 0.02, "left")], horizon(), 0, "left", ""),  # a mistake is taken back
+        (after_a_move(7), [option(0.03, 0.015)], horizon(), 0, "other", ""),  # long ago
     ],
 )
-def test_what_is_done_and_what_is_said(options: list[Option], when: Horizon, goes: str | None, said: str) -> None:
-    choice = decide(options, COST, when)
+def test_what_is_done_and_what_is_said(
+    history: History, options: list[Option], when: Horizon, moves_since: int, goes: str | None, said: str
+) -> None:
+    choice = decide(history, options, COST, when, moves_since)
     assert (choice.option and choice.option.plan) == (PLANS[goes] if goes else None)
     assert said in choice.why and bool(choice.why) == (goes is None)
 
@@ -54,14 +70,14 @@ def test_it_goes_exactly_where_it_pays_and_is_sure(gain: float, spread: float, s
     one, when = option(gain, spread, num_bytes=size), horizon(steps)
     pays = one.gain * 0.02 * steps > COST.seconds(size)
     sure = float((one.saved_D > 0).mean()) >= thresholds.SURE
-    assert (decide([one], COST, when).option is not None) == (one.gain >= 0.01 and sure and pays)
+    assert (decide(History(), [one], COST, when).option is not None) == (one.gain >= 0.01 and sure and pays)
 
 
 @given(st.floats(0.0, 0.3), st.floats(0.001, 0.05), st.floats(0.0, 0.1))
 def test_a_better_option_is_never_refused_where_a_worse_one_is_taken(gain: float, spread: float, more: float) -> None:
     worse, better = option(gain, spread), option(gain + more, spread)
-    if decide([worse], COST, horizon()).option is not None:
-        assert decide([better], COST, horizon()).option is not None
+    if decide(after_a_move(), [worse], COST, horizon()).option is not None:
+        assert decide(after_a_move(), [better], COST, horizon()).option is not None
 
 
 @given(st.floats(1e8, 1e10), st.floats(0.01, 1.0), st.lists(st.integers(10**5, 10**10), min_size=30, max_size=40))

@@ -152,7 +152,7 @@ class Controller:
             options = self.options(task, interval, plan, plans, balance)
         except PlanError as refusal:  # no reason to stop training under a plan that works
             return replace(base, why=str(refusal))
-        choice = decide(options, self.move_cost, when)
+        choice = decide(self.history, options, self.move_cost, when, interval.moves_since)
         base = replace(base, predicted_gain=choice.best.gain, uncertainty=choice.best.uncertainty, why=choice.why)
         if choice.option is None:
             return base
@@ -240,6 +240,8 @@ class Controller:
         old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
         self.move_cost = self.move_cost.learned(decision.bytes_moved, seconds)
         self.history.unjudged = True
+        if decision.part_of is None:  # a part asks nothing more of the next ones
+            self.history.moved(old_plan)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
         self._last_move, self._steps = LastMove(decision, self._steps, self._early), None
         return self._written(decision)

@@ -1,6 +1,6 @@
 """Decides whether tables should move, and to which plan: pure functions of what the plans may save.
 
-choice = decide(options, MoveCost(), Horizon(step_ms=20.0, steps=4000, remaining=4000, min_gain=0.01))
+choice = decide(history, options, MoveCost(), Horizon(step_ms=20.0, steps=4000, remaining=4000, min_gain=0.01))
 choice.option, choice.best, choice.why        # None: stay, and why; a plan that was left is an option like others
 
 Knows no clock, no planner and no ranks. A gain is a part of the step time: 0.15 saves 15% of every step.
@@ -83,10 +83,13 @@ class History:
 
     look_seconds: duration of the last look. out_of_reach: part of the step that balance would save, but no plan that
     the last look found. unjudged: whether tables have moved and no whole interval has been looked at since.
-    refused_at: plan fingerprint -> number of intervals when a rank could not take it.
+    moves_at: numbers of intervals at the last moves. left_at, refused_at: plan fingerprint -> number of intervals when
+    tables left it, or a rank could not take it.
     """
 
     intervals: int = 0
+    moves_at: list[int] = field(default_factory=list)
+    left_at: dict[str, int] = field(default_factory=dict)
     refused_at: dict[str, int] = field(default_factory=dict)
     look_seconds: float = 0.0
     out_of_reach: float = 0.0
@@ -124,7 +127,21 @@ class History:
 
     def refused_lately(self, plan: ShardingPlan) -> bool:
         """Whether a rank refused the plan in the last intervals; later there may be memory for it."""
-        at = self.refused_at.get(plan.fingerprint)
+        return self._lately(self.refused_at.get(plan.fingerprint))
+
+    def moved(self, old_plan: ShardingPlan) -> None:
+        """Remembers a whole move, which a part of a larger one is not."""
+        self.moves_at = [*self.moves_at, self.intervals][-thresholds.MEMORY :]
+        self.left_at[old_plan.fingerprint] = self.intervals
+
+    def must_surely_save(self, plan: ShardingPlan, min_gain: float, moves_since: int) -> float:
+        """Returns what a move must surely save: more than nothing where tables have moved lately, or left this plan, so
+        that noise does not move them to and fro. moves_since: the last moves, made for the same change as this one."""
+        earlier = self.moves_at[: max(0, len(self.moves_at) - moves_since)]
+        lately = self._lately(earlier[-1] if earlier else None) or self._lately(self.left_at.get(plan.fingerprint))
+        return min_gain if lately else 0.0
+
+    def _lately(self, at: int | None) -> bool:
         return at is not None and self.intervals - at <= thresholds.MEMORY
 
 
@@ -136,11 +153,11 @@ class Choice(NamedTuple):
     why: str = ""
 
 
-def decide(options: Sequence[Option], cost: MoveCost, when: Horizon) -> Choice:
+def decide(history: History, options: Sequence[Option], cost: MoveCost, when: Horizon, moves_since: int = 0) -> Choice:
     """Returns the option that saves most seconds over the horizon, among those whose mean gain is at least `min_gain`,
     that surely gain, and that save more than moving takes."""
     ordered = sorted(options, key=lambda one: _net_seconds(one, cost, when), reverse=True)
-    reasons = [_reason_to_stay(one, cost, when) for one in ordered]
+    reasons = [_reason_to_stay(one, history, cost, when, moves_since) for one in ordered]
     for option, why in zip(ordered, reasons, strict=True):
         if not why:
             return Choice(option, option)
@@ -151,15 +168,18 @@ def _net_seconds(option: Option, cost: MoveCost, when: Horizon) -> float:
     return option.gain * when.step_ms / 1000 * when.steps - cost.seconds(option.bytes, option.parts)
 
 
-def _reason_to_stay(option: Option, cost: MoveCost, when: Horizon) -> str:
+def _reason_to_stay(option: Option, history: History, cost: MoveCost, when: Horizon, moves_since: int) -> str:
     gain = option.gain
     best = f"best candidate saves {percent(gain)}"
     if not math.isfinite(gain) or gain <= 0 or option.tables == 0:
         return "no candidate is faster than the current plan"
     if gain < when.min_gain:
         return f"{best}, below min_gain {percent(when.min_gain)}"
-    if option.surely <= 0:
-        return f"{best}, give or take {percent(gain - option.surely)}: not surely a gain"
+    asked, margin = history.must_surely_save(option.plan, when.min_gain, moves_since), percent(gain - option.surely)
+    if option.surely <= asked:
+        if option.surely <= 0:
+            return f"{best}, give or take {margin}: not surely a gain"
+        return f"{best}, give or take {margin}; after recent moves it must surely save {percent(asked)}"
     net, moving = _net_seconds(option, cost, when), cost.seconds(option.bytes, option.parts)
     if net <= 0:
         those = "left" if when.steps == when.remaining else "for which so new a change may be expected to last"

@@ -28,7 +28,8 @@ SURE = 0.95
 """Probability with which a move must gain."""
 
 MEMORY = 6
-"""Intervals for which a refused plan is not asked for again, and number of left plans that stay candidates."""
+"""Intervals for which a move asks of the next that it surely saves `min_gain`, and for which a refused plan is not
+asked for again; number of left plans that stay candidates."""
 
 LOOK_SHARE, SEARCH_SHARE = 0.25, 0.05
 """Parts of the seconds at stake, which balance would save: for a look, and for the search in it. With 0.3 and 0.05 for

@@ -47,7 +47,7 @@ WORLDS: tuple[WorldName, ...] = get_args(WorldName)
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND, SAMPLING = 0.1, 1e9, 0.2
 """Seconds and bytes/s of a move; part of a step by which a sampled one is longer."""
-RULES = ("sure", "look", "horizon", "return", "watch")
+RULES = ("sure", "look", "hysteresis", "horizon", "return", "watch")
 RECOVERED_WITHIN, REFUSED, TICK_SECONDS = 0.02, 0.1, 1e-3
 """Part of the oracle's step; share of refused moves, with real noise; seconds that a clock's call counts."""
 
@@ -246,6 +246,7 @@ class _Loop:
         rules: dict[str, Any] = {
             "sure": patch.object(thresholds, "SURE", 0.5),
             "look": patch.object(History, "looked", lambda *_, **__: None),
+            "hysteresis": patch.object(History, "must_surely_save", lambda *_: 0.0),
             "horizon": patch.object(Interval, "lasting_steps", property(lambda self: self.remaining_steps)),
         }
         with ExitStack() as stack:
