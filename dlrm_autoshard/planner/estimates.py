@@ -1,4 +1,4 @@
-"""What plans are expected to cost by all that was measured, and how sure that is.
+"""Expected costs of plans by all that was measured, and how sure they are.
 
 found = estimates(task, costs, corrections, [rank_U, other_U])
 found.step_ms[1], found.gain(0, 1)       # Gain(mean=0.031, std=0.012): what the second saves over the first
@@ -27,7 +27,7 @@ DRAWS = 512
 ROUNDS = 2
 """In which plans are measured, in turns."""
 MOST_RANKS = 32
-"""Of each plan and stage, the dearest: others are hardly ever the slowest."""
+"""Ranks of each plan and stage that are drawn, the costliest: others are hardly ever the slowest."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ def estimates(
     alone: Sequence[int] | None = None,
     placed: Sequence[np.ndarray] = (),
 ) -> Estimates:
-    """Of placements of the task's units. alone, placed: what is drawn then is what the expected costs may be once these
-    tables (numbers of the task's), or these placements, have been measured, and nothing else is known."""
+    """Returns estimates of placements of the task's units. alone, placed: what is drawn then is what the expected
+    costs may be once these tables (numbers of the task's), or these placements, have been measured, and nothing
+    else is known."""
     most = min(task.world_size, MOST_RANKS)
     asked, exchanged = [], []
     for rank_U in placements:

@@ -1,4 +1,4 @@
-"""What a planner knows of costs, and how it learns: from start-up samples, and from profiles of real steps.
+"""Costs as a planner knows them, and how it learns them: from start-up samples, and from profiles of real steps.
 
 costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
 costs.observe(profile)                   # after each interval: conditions the corrections on it
@@ -94,8 +94,8 @@ class LearnedCosts:
         self, task: PlacementTask, plans: Sequence[ShardingPlan], *,
         alone: Sequence[str] | None = None, placed: Sequence[ShardingPlan] = (),
     ) -> Estimates:  # fmt: skip
-        """What plans, legal or not, are expected to cost by all that was measured, and how sure that is. alone, placed:
-        what may be expected once these tables have been measured alone, or these of the plans."""
+        """Returns what plans, legal or not, are expected to cost by all that was measured, and how sure that is.
+        alone, placed: what may be expected once these tables have been measured alone, or these of the plans."""
         free = task.covering(plans)
         tables = None if alone is None else [free.names.index(name) for name in alone if name in free.names]
         rank_PU, seen_PU = ([free.placed(plan) for plan in some] for some in (plans, placed))

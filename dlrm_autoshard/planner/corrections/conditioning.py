@@ -1,4 +1,4 @@
-"""What is concluded from measurements: which ranks are slow, which moments were disturbed, how far each term varies.
+"""Conclusions from measurements: which ranks are slow, which moments were disturbed, how far each term varies.
 
 evidence = observed.evidence().in_eras(eras)                     # `observed.py`
 likeliest = LikeliestSpreads()

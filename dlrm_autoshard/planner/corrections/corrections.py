@@ -44,6 +44,8 @@ REMEMBERED = 16
 
 
 class Corrections:
+    """The posterior of what predictions are off by, and the profiles that it is conditioned on."""
+
     def __init__(self) -> None:
         self.profiles: list[StepProfile] = []
         self.eras: list[int] = []  # of ranks, one a profile that was conditioned on

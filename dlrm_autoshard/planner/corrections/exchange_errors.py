@@ -1,4 +1,4 @@
-"""What exchanges took beside what was predicted: of each rank, as long as ranks stay as they are.
+"""Errors of predicted exchanges, for each rank, as long as ranks stay as they are.
 
 errors = ExchangeErrors.of(profiles, exchange_model)
 errors.log_evidence(eras, spreads), errors.factors(eras, spreads)[rank]      # eras: of each profile
@@ -39,7 +39,7 @@ class ExchangeErrors:
         return ExchangeErrors([_off_W2(profile, model) for profile in profiles], [_noise_W2(p) for p in profiles])
 
     def log_evidence(self, eras: Sequence[int], spreads: Spreads) -> float:
-        """Of the eras, one a profile."""
+        """Returns the log evidence of the eras, one for each profile."""
         return sum(self._solved(stage, eras, spreads)[1] for stage in (0, 1))
 
     def factors(self, eras: Sequence[int], spreads: Spreads) -> dict[int, tuple[float, float]]:

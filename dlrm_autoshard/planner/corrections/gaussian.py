@@ -25,7 +25,7 @@ unusual."""
 
 @dataclass(frozen=True)
 class Cause:
-    """What some observations (`members`, indices) have in common: 0, or of `variance` where that makes all observations
+    """A cause that some observations (`members`, indices) share: 0, or of `variance` where that makes all observations
     likelier by more than e^price (price_below: where it is negative). parts: of it that each of them has."""
 
     members: np.ndarray
@@ -37,6 +37,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Posterior:
+    """The inverse of the observations' covariance, that times their values, and which causes are large."""
+
     inverse_NN: np.ndarray
     weights_N: np.ndarray
     log_evidence: float
@@ -111,8 +113,8 @@ def condition(
 
 
 def _gain(pull: Any, own: Any, variance: float | np.ndarray) -> Any:
-    """Of the log evidence, where observations have `variance` more in common. pull: their sum of weights. Of numbers,
-    or of arrays."""
+    """Returns the gain in log evidence, where observations have `variance` more in common. pull: their sum of weights.
+    Of numbers, or of arrays."""
     return 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own)
 
 

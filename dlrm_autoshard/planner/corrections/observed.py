@@ -32,7 +32,7 @@ or its rank is slow."""
 LEAST = 1e-3
 """Lookups a sample, below which it no longer matters how few they are."""
 FAR = 2.0
-"""Of logarithms, beyond which it hardly matters how much further data change: what 64 tables alone, at 1 to 100 lookups
+"""Logarithm beyond which it hardly matters how much further data change: what 64 tables alone, at 1 to 100 lookups
 a sample, were off by differed by 0.15, 0.22, 0.22, 0.28 (backward) where their logarithms differed by 1.2, 2, 3, 4."""
 OF_A_MOMENT = 0.5
 """Standard deviation of what samples of one moment have in common, of logarithms: nothing but how they compare."""

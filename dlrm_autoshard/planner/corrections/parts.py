@@ -1,4 +1,4 @@
-"""What tables and their parts have in common: directions along which their errors are independent.
+"""Errors that tables and their parts share: directions along which their errors are independent.
 
 known = Parts(tables)                                  # tables and parts that were observed
 share_NT @ known.basis(tables)                         # [N, B] shares along them

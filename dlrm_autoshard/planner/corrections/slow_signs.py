@@ -1,4 +1,4 @@
-"""What tells how slow ranks are beside their tables: the dense part, the same work on all, and waiting for a core.
+"""Signs of how slow ranks are beside their tables: the dense part, the same work on all, and waiting for a core.
 
 signs = Signs.of(profiles)
 signs.rows(like=rows)                    # beside the rows of what ranks' tables took
@@ -19,10 +19,11 @@ NOISE = 0.05
 two cores, where nothing changed, one rank's dense part beside the other's was off by 0.03 to 0.08; the share of a core
 that was half taken differed by 0.06 from interval to interval, where stages differed by 0.3."""
 SHARED = 0.9
-"""Of what the rank with most of its core has, below which another shares its own. A rank may be slow with a core to
+"""Part of the largest share of a core below which another shares its own. A rank may be slow with a core to
 itself, so that says nothing, but of one that shared it once."""
 MOST_ROWS, MOST_RANKS = 128, 64
-"""Of either sign, of the newest profiles; and of dense parts of one profile, those furthest from the middle."""
+"""Most rows of either sign, of the newest profiles; and of dense parts of one profile, those furthest from the
+middle."""
 
 _Sign = tuple[int, int, int, float, float]
 """Stage, profile, rank, logarithm, and its noise by the profile."""
@@ -65,8 +66,8 @@ class Signs:
 
 
 def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:
-    """What the work is nobody predicts: each profile's is of a scale of its own, much like the others'
-    (`sources_alike`), beside which ranks are compared."""
+    """Returns signs of dense parts, whose work nobody predicts: each profile's has a scale of its own, much like the
+    others' (`sources_alike`), beside which ranks are compared."""
     found: list[_Sign] = []
     for number in reversed(range(len(profiles))):
         dense_ms, noise = profiles[number].dense_ms, profiles[number].noise
@@ -81,8 +82,8 @@ def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:
 
 
 def _cores(profiles: Sequence[StepProfile]) -> list[_Sign]:
-    """Of ranks that shared theirs in any of the profiles, beside the one that had most of its own: where all share
-    theirs alike, as where there are more ranks than cores, none is slow beside the others."""
+    """Returns cores' shares of ranks that shared theirs in any of the profiles, beside the one that had most of its
+    own: where all share theirs alike, as where there are more ranks than cores, none is slow beside the others."""
     shares_of = {number: profile.core_shares for number, profile in enumerate(profiles) if profile.core_shares}
     known = [(number, [share / max(shares) for share in shares]) for number, shares in shares_of.items()]
     sharing = {rank for _, shares in known for rank, share in enumerate(shares) if share < SHARED}

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Stages:
-    """What each is expected to take, which it is (0 forward, 1 backward), on which rank (-1: any), each table's share
+    """Expected ms of each, which it is (0 forward, 1 backward), on which rank (-1: any), each table's share
     of it, and how the tables load the rank (`log_loads`)."""
 
     ms_M: np.ndarray

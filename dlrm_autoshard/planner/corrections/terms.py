@@ -50,7 +50,7 @@ class Spreads:
 
 @dataclass(frozen=True)
 class SetsAlike:
-    """What two lists of observations have in common of being sets like one another, [N, M] each: anywhere, and on the
+    """Products of two lists of observations of sets that are like one another, [N, M] each: anywhere, and on the
     same rank; and whether the stage is the same. key_N: `rank_keys`."""
 
     together: np.ndarray
@@ -69,7 +69,7 @@ class SetsAlike:
 
 @dataclass(frozen=True)
 class Common:
-    """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
+    """Products of two lists of observations, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
     the rank, and the rank in that interval (where it is the same, `Rows.of_rank` of both); and whether both are its
     dense part, or its core's share. key_N: `rank_keys`."""
@@ -115,17 +115,17 @@ def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
 
 
 DENSE, CORE, FOLLOWS = 2, 3, 0.75
-"""What tells of ranks beside their tables, as stages beside forward (0) and backward (1): the dense part, and how much
+"""Signs of slow ranks beside their tables, as stages beside forward (0) and backward (1): the dense part, and how much
 longer than it computes it waits for its core. And by how much of the logarithm by which a rank is slow either is: the
 dense part of nine profiles of jobs with half a core taken 0.5 to 1.07, in the mean 0.79; waiting 0.68 to 0.8."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none. Eras are
-    numbers of stretches of time in which ranks stayed as they were (`in_eras`). Shares are along the directions of
-    `Parts`, first those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`, `changes`,
-    `many`, `LoadRange.features`."""
+    """Features that a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none.
+    Eras are numbers of stretches of time in which ranks stayed as they were (`in_eras`). Shares are along the
+    directions of `Parts`, first those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`,
+    `changes`, `many`, `LoadRange.features`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
@@ -140,7 +140,7 @@ class Rows:
     num_wholes: int
 
     def and_also(self, other: Rows) -> Rows:
-        """Of the same directions."""
+        """Returns both, which have the same directions."""
         names = [field.name for field in fields(self) if field.name != "num_wholes"]
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Rows(**both, num_wholes=self.num_wholes)

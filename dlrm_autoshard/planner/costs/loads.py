@@ -42,7 +42,7 @@ def many(log_NL: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LoadRange:
-    """Of the sets that were measured, [L] each: what is said of others is what is said of the nearest of these."""
+    """Loads of the sets that were measured, [L] each: others are taken for the nearest of these."""
 
     middle_L: np.ndarray
     low_L: np.ndarray
@@ -61,7 +61,7 @@ class LoadRange:
         return np.concatenate([np.ones_like(z[..., :1]), z, products], axis=-1)
 
     def form(self, weights_FS: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-        """What makes features @ weights of loads, without making features: for searches. In float32."""
+        """Returns a function that makes features @ weights of loads, without the features: for searches. In float32."""
         constant_S, linear_LS, products_PS = np.split(weights_FS.astype(np.float32), [1, 1 + _NUM_LOADS])
         square_LSL = np.zeros((_NUM_LOADS, weights_FS.shape[1], _NUM_LOADS), dtype=np.float32)
         square_LSL[_FIRST, :, _SECOND] = products_PS * _OF_PRODUCTS[:, None]
