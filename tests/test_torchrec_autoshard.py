@@ -90,29 +90,55 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     assert pooling == pytest.approx(dict(zip(NAMES, POOLING, strict=True)))
 
 
-def unpooled(rank: int, world_size: int, sharded: bool) -> str:
-    """What is said of a model with sequences, before it is sharded or afterwards, by TorchRec's own plan."""
+class WithClicks(Model):
+    """Some vectors are not pooled."""
+
+    def __init__(self) -> None:
+        from torchrec import EmbeddingCollection, EmbeddingConfig
+
+        super().__init__()
+        table = EmbeddingConfig(name="clicks", num_embeddings=2000, embedding_dim=8, feature_names=["t7"])
+        self.clicks = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+
+    def forward(self, features: Any) -> torch.Tensor:
+        return super().forward(features) + self.clicks(features)["t7"].values().square().mean()
+
+
+def beside_unpooled(rank: int, world_size: int, moves: bool) -> tuple[str, list[float], set[str]]:
+    """What is said where such a model is to be planned; where TorchRec has placed it, the losses of steps between which
+    its bags move, and which tables those are."""
     assert torchrec_jobs.find_torchrec() is None
-    from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed import DistributedModelParallel
 
     import dlrm_autoshard.torchrec as das
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
 
-    table = EmbeddingConfig(name="clicks", num_embeddings=50, embedding_dim=8, feature_names=["clicks"])
-    model: nn.Module = Model()
-    model.clicks = EmbeddingCollection(tables=[table], device=torch.device("meta"))
     with pytest.raises(UserError) as caught:
-        if sharded:
-            das.Autoshard(DistributedModelParallel(model, device=torch.device("cpu")), run_dir="none")
-        else:
-            das.plan(model, features_of(rank, 0))
-    return str(caught.value)
+        das.plan(WithClicks(), features_of(rank, 0))
+    torch.manual_seed(0)
+    model = DistributedModelParallel(WithClicks(), device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    bags = TorchrecBags(model)
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "tower" in name], lr=0.5)
+    torch.manual_seed(rank)
+    losses = []
+    for step in range(6):
+        losses.append(torchrec_jobs.train_step(model, optimizer, features_of(rank, step)))
+        if moves:
+            away = {name: (owner + 1) % world_size for name, owner in bags.plan.rank_of.items()}
+            bags.move_to(ShardingPlan(away, world_size))
+    return str(caught.value), losses, set(bags.plan.rank_of)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_collections_that_do_not_pool_are_refused_with_what_to_do(sharded: bool) -> None:
-    for said in run_ranks(unpooled, 2, sharded):
+def test_what_does_not_pool_is_not_planned_and_stays_where_bags_move_beside_it() -> None:
+    moved, still = run_ranks(beside_unpooled, 2, True), run_ranks(beside_unpooled, 2, False)
+    assert [losses for _, losses, _ in moved] == [losses for _, losses, _ in still]
+    for said, losses, tables in moved:
         assert "clicks' is an EmbeddingCollection" in said and "sequences=[...]" in said
+        assert {name.partition("[")[0] for name in tables} == set(NAMES) and losses[0] != losses[-1]
 
 
 def mistyped(rank: int, world_size: int) -> str:

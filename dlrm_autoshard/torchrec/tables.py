@@ -40,21 +40,25 @@ def need_torchrec() -> None:
 
 
 def embedding_bags(module: nn.Module) -> dict[str, Any]:
-    """Its EmbeddingBagCollections by path, sharded ones or plain ones. TorchrecError where vectors are not pooled."""
+    """Returns its EmbeddingBagCollections by path, sharded ones or plain ones. What does not pool stays where TorchRec
+    has put it beside them; TorchrecError where there are no bags, or where it has no place yet."""
     need_torchrec()
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-    for path, child in module.named_modules():
-        if isinstance(child, (EmbeddingCollection, ShardedEmbeddingCollection)):
-            raise TorchrecError(
-                f"module '{path or type(child).__name__}' is an EmbeddingCollection, whose vectors are not pooled; "
-                "EmbeddingBagCollections are planned and moved. Look its tables up with ShardedEmbeddingBags(..., "
-                "sequences=[...]), which plans and moves them, too, or train under TorchRec's own plan."
-            )
+    modules = dict(module.named_modules())
     wanted = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
-    found = {path: child for path, child in module.named_modules() if type(child) in wanted}
+    found = {path: child for path, child in modules.items() if type(child) in wanted}
+    unpooled = {p: c for p, c in modules.items() if isinstance(c, (EmbeddingCollection, ShardedEmbeddingCollection))}
+    placed = all(isinstance(child, ShardedEmbeddingCollection) for child in unpooled.values())
+    if unpooled and not (found and placed):
+        path, child = next(iter(unpooled.items()))
+        raise TorchrecError(
+            f"module '{path or type(child).__name__}' is an EmbeddingCollection, whose vectors are not pooled; "
+            "EmbeddingBagCollections are planned and moved. Look its tables up with ShardedEmbeddingBags(..., "
+            "sequences=[...]), which plans and moves them, too, or let TorchRec's own planner place the model."
+        )
     if not found:
         raise TorchrecError("the model has no EmbeddingBagCollection, and those are what is planned and moved.")
     return found
