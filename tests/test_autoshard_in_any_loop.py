@@ -27,7 +27,7 @@ TABLES = tuple(TableConfig(f"t{i}", 2000, 32 if i < 2 else 8) for i in range(8))
 POOLING = (60, 50, 1, 1, 1, 2, 1, 1)
 BATCH, STEPS = 256, 90
 WORST = ShardingPlan({table.name: int(i >= 2) for i, table in enumerate(TABLES)}, 2)
-"""Both dear tables on rank 0."""
+"""Both costly tables on rank 0."""
 
 
 def ids_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     before, after = ({name: t for _, own, _ in ranks for name, t in own.items()} for ranks in (without, within))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     plan = within[0][2]
-    assert plan["t0"] != plan["t1"], "the two dear tables have a rank each"
+    assert plan["t0"] != plan["t1"], "the two costly tables have a rank each"
     check_three_intervals(tmp_path / "mine")
 
 

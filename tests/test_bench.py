@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks import harness, paired, readme
-from dlrm_autoshard.benchmarks.plans_in_turns import best_of, recovered
+from dlrm_autoshard.benchmarks.plans_interleaved import best_of, recovered
 from dlrm_autoshard.commands import main as cli
 from tests.terminal import Terminal
 

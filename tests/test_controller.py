@@ -33,21 +33,21 @@ def test_where_nothing_changes_nothing_moves(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_after_a_drift_it_gets_what_a_clairvoyant_would(seed: int) -> None:
+def test_after_a_drift_it_gets_what_a_oracle_would(seed: int) -> None:
     job = Training(seed)
     job.run(3)
     order = np.random.default_rng(seed).permutation(len(job.tables))
     static = job.plan
     job.stats = [job.stats[i] for i in order]
     job.run(3)
-    clairvoyant = Training(seed)
-    clairvoyant.stats = job.stats
-    clairvoyant.plan = clairvoyant.start_plan()
-    assert clairvoyant.true_ms(clairvoyant.plan) / job.true_ms(job.plan) >= 0.93
+    oracle = Training(seed)
+    oracle.stats = job.stats
+    oracle.plan = oracle.start_plan()
+    assert oracle.true_ms(oracle.plan) / job.true_ms(job.plan) >= 0.93
     assert job.true_ms(job.plan) <= job.true_ms(static)
 
 
-def test_a_change_too_new_for_a_dear_move_is_moved_for_once_it_has_lasted() -> None:
+def test_a_change_too_new_for_a_costly_move_is_moved_for_once_it_has_lasted() -> None:
     job = Training()
     job.run(3)
     job.stats = [replace(stat, mean_pooling=float(p)) for stat, p in zip(job.stats, _uneven(job), strict=True)]

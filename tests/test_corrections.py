@@ -134,7 +134,7 @@ def test_what_one_rank_is_off_by_a_little_goes_with_its_tables() -> None:
 
 @pytest.mark.parametrize("seed", (4, 5))
 def test_ranks_that_exchange_all_their_tables_are_expected_to_gain_next_to_nothing(seed: int) -> None:
-    """What a dear rank's tables are off by, forward and backward, is their own: taken for the rank's, it would move
+    """What a costly rank's tables are off by, forward and backward, is their own: taken for the rank's, it would move
     4 GB for nothing, and again after that was measured."""
     pool, ranks = synthetic_pool(60, seed=100 + seed, batch_size=16384), 16
     cluster = RecordedCluster(pool.tables, seed)
@@ -153,10 +153,10 @@ def test_ranks_that_exchange_all_their_tables_are_expected_to_gain_next_to_nothi
     )
     plan = planner.plan(task, measure=profiles).plan
     follow(planner, *profiles([plan] * 4))
-    dearest = int(cluster.stages_ms(pool.stats, plan, 16384)[:, COMPUTE].sum(axis=1).argmax())
+    costliest = int(cluster.stages_ms(pool.stats, plan, 16384)[:, COMPUTE].sum(axis=1).argmax())
     swapped = []
-    for other in set(range(ranks)) - {dearest}:
-        to = {dearest: other, other: dearest}
+    for other in set(range(ranks)) - {costliest}:
+        to = {costliest: other, other: costliest}
         swapped.append(ShardingPlan({name: to.get(rank, rank) for name, rank in plan.rank_of.items()}, ranks))
     assert max(gain.mean for gain in planner.gains(task, plan, swapped)) < 0.008
 
@@ -266,15 +266,15 @@ def test_what_a_rank_took_longer_in_one_interval_is_not_expected_of_the_next() -
     assert np.square(off).mean() ** 0.5 < 1.3
 
 
-def test_a_table_whose_lookups_jumped_is_what_is_dear_and_not_the_rank_that_has_it() -> None:
+def test_a_table_whose_lookups_jumped_is_what_is_costly_and_not_the_rank_that_has_it() -> None:
     planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
     follow(planner, *[profile] * 4)
     stats = (replace(STATS[0], mean_pooling=100 * STATS[0].mean_pooling), *STATS[1:])
     task = replace(TASK, stats=stats)
     jumped, owner = TABLES[0].name, EVEN.rank_of[TABLES[0].name]
     ranks = list(planner.predict(task, EVEN))
-    dearer = {f"{stage}_ms": 1.3 * ranks[owner].stage(stage) for stage in ("fwd_compute", "bwd_compute")}
-    ranks[owner] = replace(ranks[owner], **dearer)
+    costlier = {f"{stage}_ms": 1.3 * ranks[owner].stage(stage) for stage in ("fwd_compute", "bwd_compute")}
+    ranks[owner] = replace(ranks[owner], **costlier)
     planner.costs.observe(replace(profile, stats=stats, ranks=tuple(ranks)))
     slowness = planner.rank_slowness(2)
     assert max(slowness) / min(slowness) < 1.1
@@ -446,7 +446,7 @@ def test_what_sets_take_beside_their_tables_is_learned_by_how_they_load_a_rank()
     assert alone.fwd_compute_ms == pytest.approx(truth([3]).fwd_compute_ms, rel=0.05)
 
 
-def test_on_many_ranks_those_of_dear_tables_are_not_called_slow() -> None:
+def test_on_many_ranks_those_of_costly_tables_are_not_called_slow() -> None:
     """What is conditioned on is bounded. On 64 ranks profiles of one plan took all of it: what had been measured of
     tables alone and of other plans was forgotten, and then it was the ranks that were slow, or fast. The same sets of
     tables on other ranks were said to save half of the step.

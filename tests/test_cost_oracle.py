@@ -61,7 +61,7 @@ def test_auto_is_near_the_optimum_and_ahead_of_heuristics_on_a_machine_it_knows_
     assert np.mean([row["over_best_heuristic"] for row in rows]) < 0.95
 
 
-def test_dcnv2_is_balanced_on_eight_devices_by_splitting_its_dearest_table() -> None:
+def test_dcnv2_is_balanced_on_eight_devices_by_splitting_its_costliest_table() -> None:
     """One table has 100 of 214 lookups: whole, it alone is 3.7 even shares."""
     balance = dcn_balance(devices=8, seed=0)
     assert balance["whole"] >= 100 * 8 / 214

@@ -40,7 +40,7 @@ def result(chosen_ms: float, other_ms: float) -> PlanResult:
     return PlanResult(PLAN, "auto", chosen, (cost, cost), (chosen, other), "a cost model", 1.0, 0)
 
 
-def test_ranks_are_told_with_their_tables_dearest_first_and_the_part_of_their_memory() -> None:
+def test_ranks_are_told_with_their_tables_costliest_first_and_the_part_of_their_memory() -> None:
     assert tables_by_rank(PLAN, TABLES, STATS) == ["rank 0: t7, t6, t5, t4, t3, t2 and 2 more", "rank 1: t8"]
     bytes_of = {table.name: 1 << 20 for table in TABLES}
     assert "8 MiB (50%)" in shown(rank_table(PLAN, TABLES, STATS, bytes_of, None, (16 << 20, 16 << 20)))

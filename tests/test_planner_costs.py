@@ -71,20 +71,20 @@ def test_a_devices_cost_does_not_depend_on_the_order_of_its_tables(fitted: Plann
 
 @pytest.mark.parametrize("machine", ["amd_epyc", "intel_xeon"])
 def test_a_table_that_costs_hardly_anything_changes_hardly_anything(machine: str) -> None:
-    """By the shipped costs. Else searches find the small tables that make a dear one look cheaper."""
+    """By the shipped costs. Else searches find the small tables that make a costly one look cheaper."""
     planner = Planner(seed=0)
     start_warm(planner, read_json(SHIPPED / f"{machine}.json", dict[str, Any], "shipped costs")["fingerprint"])
     pool = synthetic_pool(200, seed=1003, batch_size=8192)
     costs = planner.costs.costs_of(pool.task(Topology(1), 8192))
     alone_TK = costs.summary_TK
     alone_T = costs.device_ms(alone_TK).sum(axis=1)
-    dearest = int(alone_T.argmax())
-    together_T = costs.device_ms(alone_TK[dearest] + alone_TK).sum(axis=1)
-    small = alone_T < 0.02 * alone_T[dearest]
-    changed = together_T[small] / alone_T[dearest] - 1
+    costliest = int(alone_T.argmax())
+    together_T = costs.device_ms(alone_TK[costliest] + alone_TK).sum(axis=1)
+    small = alone_T < 0.02 * alone_T[costliest]
+    changed = together_T[small] / alone_T[costliest] - 1
     assert small.sum() > 20 and changed.min() > -0.005 and changed.max() < 0.04
-    small = alone_T < 0.2 * alone_T[dearest]
-    assert (together_T[small] / alone_T[dearest] - 1).min() > -0.01
+    small = alone_T < 0.2 * alone_T[costliest]
+    assert (together_T[small] / alone_T[costliest] - 1).min() > -0.01
 
 
 def test_exchanging_two_devices_exchanges_their_costs(fitted: Planner) -> None:
@@ -286,12 +286,12 @@ def test_a_network_between_hosts_that_is_faster_than_the_prior_still_has_prices_
         return [model.ms(np.array(dims), 8192, hosts) for dims in ([300.0] * 4, [900.0, 100.0, 100.0, 100.0])]
 
     even, piled = even_and_piled()
-    dearer = piled / even - 1
+    costlier = piled / even - 1
     measured = CommsSample((300,) * 4, 8192, (0.15,) * 4, (0.15,) * 4, hosts=hosts)
     model.fit([measured] * 5, [1.0] * 5)
     even, piled = even_and_piled()
     assert even == pytest.approx(0.15, rel=0.2)
-    assert piled / even - 1 == pytest.approx(dearer, rel=0.3)
+    assert piled / even - 1 == pytest.approx(costlier, rel=0.3)
 
 
 def test_least_squares_without_samples_keeps_the_prior_and_never_goes_negative() -> None:

@@ -49,14 +49,14 @@ def test_nothing_moves_where_that_costs_more_than_perfect_balance_saves() -> Non
     task = some_task(3)
     costs = PLANNER.costs.costs_of(task)
     live_U = heuristic(task, "random", np.random.default_rng(0))
-    dear = Moving.of(task, task.plan_from(live_U), costs.step_ms(live_U) / min(task.table_bytes.values()))
-    assert (optima(task, costs, live_U, kicks=5, moving=dear)[0] == live_U).all()
+    costly = Moving.of(task, task.plan_from(live_U), costs.step_ms(live_U) / min(task.table_bytes.values()))
+    assert (optima(task, costs, live_U, kicks=5, moving=costly)[0] == live_U).all()
     free, *_ = optima(task, costs, live_U, kicks=5, moving=Moving.of(task, task.plan_from(live_U), 0.0))
     assert costs.step_ms(free) < 0.9 * costs.step_ms(live_U)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_dearer_move_carries_fewer_bytes(seed: int) -> None:
+def test_a_costlier_move_carries_fewer_bytes(seed: int) -> None:
     task = some_task(seed, tables=40, ranks=4)
     live = task.plan_from(heuristic(task, "random", np.random.default_rng(seed)))
     carried = []

@@ -59,7 +59,7 @@ def stats_of(task: PlacementTask) -> list[TableStats]:
     return [by_name[table.name] for table in task.wholes]
 
 
-def test_a_table_dearer_than_an_even_share_is_split_and_the_step_gets_quicker() -> None:
+def test_a_table_costlier_than_an_even_share_is_split_and_the_step_gets_quicker() -> None:
     tables, stats = with_a_dominant_table()
     planner = learned()
     whole, split = (planner.plan(task_of(tables, stats, 4, splits)) for splits in (Splits(), FOUR))

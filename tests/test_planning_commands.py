@@ -101,7 +101,8 @@ def test_fitted_costs_serve_every_algorithm_and_a_fitted_directory_is_its_own(
 def test_for_gpus_it_plans_by_a_gpus_costs_on_a_machine_without(
     tables_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They were those of the CPU: computation twenty times as dear or more, exchanges as dear as over a loopback."""
+    """They were those of the CPU: computation twenty times as costly or more, exchanges as costly as over a
+    loopback."""
     on_cpus, on_gpus = (
         run(capsys, "plan", "--tables", tables_file, "--devices", 2, "--device", device) for device in ("cpu", "cuda")
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, WORLDS, SimulatedJob, WorldName, simulate, summarise
+from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SCENARIOS, ScenarioName, SimulatedJob, simulate, summarise
 from dlrm_autoshard.benchmarks.recorded_cluster import Disturbed, RecordedCluster
 from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.plan import ShardingPlan
@@ -13,8 +13,8 @@ from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_a_simulated_job_changes_what_its_name_says(name: WorldName) -> None:
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_simulated_job_changes_what_its_name_says(name: ScenarioName) -> None:
     job = SimulatedJob(name, seed=0, world_size=8, num_tables=10)
     pooling = np.array([[s.mean_pooling for s in epoch] for epoch in job.stats_by_epoch])
     reuse = np.array([[s.mean_reuse for s in epoch] for epoch in job.stats_by_epoch])

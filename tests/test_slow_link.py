@@ -83,7 +83,7 @@ def train(link: Link, folder: Path, epochs: int, autoshard: dict[str, Any]) -> l
 
 
 @pytest.mark.slow
-def test_the_loop_learns_that_the_link_is_dear_and_leaves_the_far_rank_alone(tmp_path: Path) -> None:
+def test_the_loop_learns_that_the_link_is_costly_and_leaves_the_far_rank_alone(tmp_path: Path) -> None:
     why_not = cannot_make_link()
     if why_not is not None:
         pytest.skip(why_not)

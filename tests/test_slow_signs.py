@@ -1,4 +1,5 @@
-"""What dense parts, the same work on every rank, and shared cores tell of ranks: whose tables are dear, who is slow."""
+"""What dense parts, the same work on every rank, and shared cores tell of ranks: whose tables are costly, who is
+slow."""
 
 from __future__ import annotations
 
@@ -54,13 +55,13 @@ class Job:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_rank_is_slow_where_its_dense_part_is_and_its_tables_are_dear_where_it_is_not(seed: int) -> None:
+def test_a_rank_is_slow_where_its_dense_part_is_and_its_tables_are_costly_where_it_is_not(seed: int) -> None:
     """From the first interval on, with nothing to compare it with."""
-    starved, dear = Job(seed), Job(seed)
+    starved, costly = Job(seed), Job(seed)
     starved.interval(EVEN, tables=2.0, dense=1.8)
-    dear.interval(EVEN, tables=2.0, dense=1.0)
+    costly.interval(EVEN, tables=2.0, dense=1.0)
     assert 1.5 < starved.slowness < 2.3
-    assert dear.slowness == pytest.approx(1.0, abs=0.1)
+    assert costly.slowness == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -59,7 +59,7 @@ def _samples(count: int, num_tables: int = 6) -> list[ShardSample]:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("num_tables", [16, 17, 21, 26])
 def test_each_table_alone_is_measured_by_several_ranks(num_tables: int, world_size: int) -> None:
-    """What is measured by a slow one alone looks dear."""
+    """What is measured by a slow one alone looks costly."""
     pool = synthetic_pool(num_tables, seed=1, batch_size=256)
     task = PlacementTask.build(pool.tables, pool.stats, Topology(world_size), batch_size=256)
     ranks_of: dict[str, set[int]] = {name: set() for name in task.names}
@@ -129,7 +129,7 @@ def test_a_job_knows_what_plans_took_that_an_earlier_one_measured(tmp_path: Path
     assert second.costs.replay.comms == [comms_of(replace(profile, hosts=(0, 0))) for profile in asked]
 
 
-def test_a_rank_that_was_slow_makes_no_later_jobs_tables_dear(tmp_path: Path) -> None:
+def test_a_rank_that_was_slow_makes_no_later_jobs_tables_costly(tmp_path: Path) -> None:
     """A neighbour has half of its core while placements are measured."""
     pool, log = synthetic_pool(20, seed=3, batch_size=4096), CostLog(tmp_path, MACHINE)
     task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=4096)
@@ -171,7 +171,7 @@ def test_many_plans_of_many_ranks_in_the_log_make_no_start_forget_its_tables(tmp
 
 
 def test_what_is_known_of_as_many_tables_and_parts_as_a_start_measures_is_all_learned_from(tmp_path: Path) -> None:
-    """With parts beside them the dearest tables, which come first in the log, were left out."""
+    """With parts beside them the costliest tables, which come first in the log, were left out."""
     pool = synthetic_pool(130, seed=3, batch_size=4096)
     splits = Splits(max_parts=4, min_dim=4)
     task = PlacementTask.build(pool.tables, pool.stats, Topology(8), batch_size=4096, splits=splits)
@@ -335,7 +335,7 @@ def test_calibration_looks_at_heavy_tables_alone_and_at_sets_like_a_ranks_share(
     assert 0 < len(more) <= 8 and all(name.startswith(f"{Shard.parse(name).table}[0:") for name in more)
 
 
-def test_parts_are_measured_down_to_the_width_at_which_they_are_no_dearer_than_an_even_share() -> None:
+def test_parts_are_measured_down_to_the_width_at_which_they_are_no_costlier_than_an_even_share() -> None:
     """MLPerf's DLRM-DCNv2: of 214 lookups one table has 100, another 27; a rank's even share of eight is 26.75. What
     is not measured is not predicted to pay: with halves alone measured, the first stayed in two parts."""
     tables = [TableConfig(f"cat_{i}", 1000, 128) for i in range(len(MULTI_HOT_SIZES))]
@@ -348,8 +348,8 @@ def test_parts_are_measured_down_to_the_width_at_which_they_are_no_dearer_than_a
 
 
 def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
-    """The one wide table is dearer than others of its kind: a network fitted to these tables as they are may take that
-    for the price of its lookups, which its parts all have."""
+    """The one wide table is costlier than others of its kind: a network fitted to these tables as they are may take
+    that for the price of its lookups, which its parts all have."""
     tables = tuple(
         TableConfig(f"t{i}", 1_000_000 if i == 0 else 3000 * (i + 1), 128 if i == 0 else 32) for i in range(26)
     )
@@ -359,8 +359,8 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
 
     def ms(name: str) -> float:
         stat = stats[task.names.index(Shard.parse(name).table)]
-        dearer = 2.0 if stat.mean_pooling > 100 else 1.0
-        return float(0.005 * dearer * stat.mean_pooling * task.shard(name)[0].embedding_dim ** 0.85)
+        costlier = 2.0 if stat.mean_pooling > 100 else 1.0
+        return float(0.005 * costlier * stat.mean_pooling * task.shard(name)[0].embedding_dim ** 0.85)
 
     def measure(shards: Any) -> list[ShardTime]:
         return [ShardTime(sum(map(ms, shard)), 2 * sum(map(ms, shard)), 0.01, 3) for shard in shards]
@@ -391,7 +391,7 @@ def test_a_slow_moment_is_noise_and_no_table_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_slow_rank_makes_no_table_dear_and_none_unsure(world_size: int) -> None:
+def test_a_slow_rank_makes_no_table_costly_and_none_unsure(world_size: int) -> None:
     """A neighbour has half of the last one's core: which tables were dealt to it says nothing of them."""
     pool, draws = synthetic_pool(8, seed=1, batch_size=256), np.random.default_rng(0)
 
@@ -410,8 +410,8 @@ def test_a_slow_rank_makes_no_table_dear_and_none_unsure(world_size: int) -> Non
 
 @pytest.mark.alone
 def test_a_start_spends_half_of_its_time_on_tables_alone_and_the_next_goes_on_where_it_ended(tmp_path: Path) -> None:
-    """Sets take ten times as long as a table: a start that dealt them in turns would know next to no table. Once each
-    table was measured, the next one measures nothing."""
+    """Sets take ten times as long as a table: a start that dealt them interleaved would know next to no table. Once
+    each table was measured, the next one measures nothing."""
     pool, rounds = synthetic_pool(30, seed=1, batch_size=256), []
 
     def measure(shards: Any) -> list[ShardTime]:

@@ -20,7 +20,7 @@ NAMES = [f"t{i}" for i in range(8)]
 POOLING = (60, 50, 1, 1, 1, 2, 1, 1)
 BATCH, STEPS = 256, 60
 WORST = ShardingPlan({name: int(i >= 2) for i, name in enumerate(NAMES)}, 2)
-"""Both dear tables on rank 0."""
+"""Both costly tables on rank 0."""
 
 
 class Model(nn.Module):
@@ -84,7 +84,7 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     assert [losses for losses, *_ in without] == [losses for losses, *_ in within]
     assert all(torch.equal(value, within[0][1][name]) for name, value in without[0][1].items())
     placed = within[0][2]
-    assert placed["t0"] != placed["t1"], "the two dear tables have a rank each"
+    assert placed["t0"] != placed["t1"], "the two costly tables have a rank each"
     record = check_three_intervals(tmp_path / "mine")
     pooling = {table.name: table.mean_pooling for table in record.last.tables}
     assert pooling == pytest.approx(dict(zip(NAMES, POOLING, strict=True)))

@@ -1,5 +1,6 @@
-"""Sections of `bench gpu-all` that time steps: in turns with TorchRec on the same batches, in turns with what else one
-may choose, and stage by stage beside what the micro-benchmark measures, with how much of the copying is hidden."""
+"""Sections of `bench gpu-all` that time steps: interleaved with TorchRec on the same batches, interleaved with what
+else one may choose, and stage by stage beside what the micro-benchmark measures, with how much of the copying is
+hidden."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.paired import Ratio, alternate, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
-from dlrm_autoshard.benchmarks.plans_in_turns import best_of
-from dlrm_autoshard.benchmarks.train_speed import THEIRS, Arm
+from dlrm_autoshard.benchmarks.plans_interleaved import best_of
+from dlrm_autoshard.benchmarks.train_speed import THEIRS, Variant
 from dlrm_autoshard.benchmarks.workloads import W_EMB, W_SMALL, OurJob, Workload
 from dlrm_autoshard.probe.shard_probe import ShardProbe, now
 
@@ -32,17 +33,17 @@ def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     if missing := find_torchrec():
         found["torchrec"] = f"no comparison: {missing}"
     for name, workload in WORKLOADS.items():
-        arms = _jobs(workload, {} if missing else THEIRS, device)
-        taken = dict(zip(arms, alternate(*arms.values(), rounds=ROUNDS), strict=True))
-        del arms
+        variants = _jobs(workload, {} if missing else THEIRS, device)
+        taken = dict(zip(variants, alternate(*variants.values(), rounds=ROUNDS), strict=True))
+        del variants
         torch.cuda.empty_cache()
-        for arm, times in taken.items():
+        for variant, times in taken.items():
             rates = [STEPS * workload.batch_size / s for s in times]
-            _put(found, f"{name}: {arm} samples/s", median_with_interval(rates))
+            _put(found, f"{name}: {variant} samples/s", median_with_interval(rates))
         if not missing:
-            for arm in THEIRS:
-                _put(found, f"{name}: over {arm}", paired_ratio(taken[arm], taken["ours"]))
-            fastest, _ = best_of({arm: [1 / s for s in taken[arm]] for arm in THEIRS}, list(THEIRS))
+            for variant in THEIRS:
+                _put(found, f"{name}: over {variant}", paired_ratio(taken[variant], taken["ours"]))
+            fastest, _ = best_of({variant: [1 / s for s in taken[variant]] for variant in THEIRS}, list(THEIRS))
             over = paired_ratio([1 / rate for rate in fastest], taken["ours"])
             _put(found, f"{name}: over the fastest of them", over)
     dist.destroy_process_group()
@@ -139,12 +140,12 @@ def _join() -> torch.device:
     return device
 
 
-def _jobs(workload: Workload, theirs: Mapping[str, Arm], device: torch.device) -> dict[str, Callable[[], float]]:
+def _jobs(workload: Workload, theirs: Mapping[str, Variant], device: torch.device) -> dict[str, Callable[[], float]]:
     batches = [batch.pinned() for batch in workload.batches()]
     ours = OurJob(workload, workload.plan(1), 0, batches, device=device)
     jobs: dict[str, OurJob | TorchrecJob] = {"ours": ours}
-    for name, arm in theirs.items():
-        jobs[name] = TorchrecJob(workload, batches, device=device, **arm.options)
+    for name, variant in theirs.items():
+        jobs[name] = TorchrecJob(workload, batches, device=device, **variant.options)
     return {name: _turn(job, device) for name, job in jobs.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
 from dlrm_autoshard.benchmarks.paired import paired_ratio
-from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns
+from dlrm_autoshard.benchmarks.plans_interleaved import Turn, best_of, plans_interleaved
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -46,7 +46,7 @@ def run(quick: bool) -> dict[str, Any]:
         runs = run_jobs([Job("loop", loop), *planned], folder)
     independent = {job.name: runs[job.name].final_plan for job in planned} | heuristics
     turns = {kind: Turn(p) for kind, p in {"found": runs["loop"].final_plan, **independent}.items()}
-    rates = plans_in_turns(JOB, turns, 2 if quick else 20)
+    rates = plans_interleaved(JOB, turns, 2 if quick else 20)
     best, chosen = best_of(rates, list(independent))
     of_static = paired_ratio(rates["found"], rates[name])
     found = Findings()

@@ -1,4 +1,4 @@
-"""The tables' pooling factors are permuted at epoch 3 of 9: what is recovered, beside staying and clairvoyance."""
+"""The tables' pooling factors are permuted at epoch 3 of 9: what is recovered, beside staying and an oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, fixed_plan, pooling_at, run_jobs, settings
 from dlrm_autoshard.benchmarks.paired import paired_ratio
-from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns, recovered
+from dlrm_autoshard.benchmarks.plans_interleaved import Turn, plans_interleaved, recovered
 from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.costs import balanced_cost_ms, step_cost_ms
@@ -48,31 +48,31 @@ def run(quick: bool) -> dict[str, Any]:
         runs = run_jobs([Job("loop", loop)], folder)
         # What comes after the drift, from the start: planned and probed for it.
         pooling = pooling_at(loop, at)
-        runs |= run_jobs([Job("clairvoyant", job(3, pooling=pooling, enabled=True))], folder)
+        runs |= run_jobs([Job("oracle", job(3, pooling=pooling, enabled=True))], folder)
     last_before = next(epoch for epoch in runs["loop"].epochs if epoch.epoch == at - 1)
     turns = {
         "static": Turn(last_before.plan),
         "in_loop": Turn(runs["loop"].final_plan),
-        "clairvoyant": Turn(runs["clairvoyant"].final_plan),
+        "oracle": Turn(runs["oracle"].final_plan),
     }
-    rates = plans_in_turns(replace(JOB, pooling=tuple(pooling)), turns, 2 if quick else 30)
+    rates = plans_interleaved(replace(JOB, pooling=tuple(pooling)), turns, 2 if quick else 30)
     loop_run, found = runs["loop"], Findings()
     for name, values in rates.items():
         found.put(name, median(values))
-    found.put("recovered", recovered(rates["in_loop"], rates["static"], rates["clairvoyant"]), ">= 0.8")
-    found.put("of_clairvoyant", paired_ratio(rates["in_loop"], rates["clairvoyant"]))
-    found.put("static_of_clairvoyant", paired_ratio(rates["static"], rates["clairvoyant"]))
+    found.put("recovered", recovered(rates["in_loop"], rates["static"], rates["oracle"]), ">= 0.8")
+    found.put("of_oracle", paired_ratio(rates["in_loop"], rates["oracle"]))
+    found.put("static_of_oracle", paired_ratio(rates["static"], rates["oracle"]))
     found.put("loop_job_since_the_drift", loop_run.throughput(at))
     found.put("loop_job_at_the_end", loop_run.throughput(epochs - 2))
-    found.put("clairvoyant_job", runs["clairvoyant"].throughput(2))
+    found.put("oracle_job", runs["oracle"].throughput(2))
     found.put("reshards", loop_run.moves)
     found.notes = [
         "The job starts from the plan that a job before it ended with. Of ten permutations it gets the one that "
         f"unbalances that plan most by the shipped costs: {over - 1:.0%} above even. (Until 83de974 it was the one "
-        "with most lookups on a rank; once that was 71%, and static and clairvoyant were 2% apart: lookups in small "
+        "with most lookups on a rank; once that was 71%, and static and oracle were 2% apart: lookups in small "
         "tables cost little.)",
-        "recovered: of the gap between the static plan and the clairvoyant's.",
-        "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
+        "recovered: of the gap between the static plan and the oracle's.",
+        "static, in_loop, oracle: the plan of before the drift, the one resharding ended with, and that of a "
         "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
         "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
         "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",

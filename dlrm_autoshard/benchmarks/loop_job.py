@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
-from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, busy_neighbour
+from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, busy_neighbour
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source

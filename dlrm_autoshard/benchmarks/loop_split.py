@@ -1,7 +1,7 @@
 """A table becomes dominant at epoch 2 of 7: is it split live, and how near is that to having known it from the start?
 
 The tables of `bench splits`: 26 on 2 ranks, one of dim 128 that then has half of all lookups. The job may split tables
-and decides after each epoch, and within one when its data have changed; the clairvoyant is a job on the drifted data
+and decides after each epoch, and within one when its data have changed; the oracle is a job on the drifted data
 from the start, and for as long as the other trains on them.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import MANY_SAMPLES, Job, run_jobs
 from dlrm_autoshard.benchmarks.paired import paired_ratio
-from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, plans_in_turns, recovered
+from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, Turn, plans_interleaved, recovered
 from dlrm_autoshard.benchmarks.splits import DOMINANT, dominated
 from dlrm_autoshard.benchmarks.workloads import Workload, drawn
 from dlrm_autoshard.config import Config, TablesConfig, parse_config
@@ -37,17 +37,17 @@ def run(quick: bool) -> dict[str, Any]:
         folder = Path(temporary)
         jobs = {
             "loop": _job(workload, folder, steps, epochs, at),
-            "clairvoyant": _job(workload, folder, steps, epochs - at, 0),
+            "oracle": _job(workload, folder, steps, epochs - at, 0),
         }
-        loop, clairvoyant = (run_jobs([Job(name, job)], folder)[name] for name, job in jobs.items())
+        loop, oracle = (run_jobs([Job(name, job)], folder)[name] for name, job in jobs.items())
     static = next(epoch.plan for epoch in loop.epochs if epoch.epoch == at)
     turns = {
         "static": Turn(static),
         "in_loop": Turn(loop.final_plan),
-        "planned_anew": Turn(clairvoyant.epochs[0].plan),
-        "clairvoyant": Turn(clairvoyant.final_plan),
+        "planned_anew": Turn(oracle.epochs[0].plan),
+        "oracle": Turn(oracle.final_plan),
     }
-    rates = plans_in_turns(workload, turns, 2 if quick else 24)
+    rates = plans_interleaved(workload, turns, 2 if quick else 24)
     name = workload.tables[DOMINANT].name
     looks = [d for d in loop.decisions if d["step"] > at * steps]
     moved = [number for number, d in enumerate(looks, 1) if d["action"] == "moved"]
@@ -55,23 +55,23 @@ def run(quick: bool) -> dict[str, Any]:
     found = Findings()
     for turn, values in rates.items():
         found.put(turn, median(values))
-    found.put("of_clairvoyant", paired_ratio(rates["in_loop"], rates["clairvoyant"]), ">= 0.95")
+    found.put("of_oracle", paired_ratio(rates["in_loop"], rates["oracle"]), ">= 0.95")
     found.put("of_planned_anew", paired_ratio(rates["in_loop"], rates["planned_anew"]))
-    found.put("static_of_clairvoyant", paired_ratio(rates["static"], rates["clairvoyant"]))
-    found.put("recovered", recovered(rates["in_loop"], rates["static"], rates["clairvoyant"]))
+    found.put("static_of_oracle", paired_ratio(rates["static"], rates["oracle"]))
+    found.put("recovered", recovered(rates["in_loop"], rates["static"], rates["oracle"]))
     found.put("decisions_until_the_last_move", moved[-1] if moved else None)
     found.put("intervals_until_the_last_move", intervals, "<= 2")
     found.put("parts_of_the_dominant_table", len(loop.final_plan.parts_of(name)), ">= 2")
     found.notes = [
         "static, in_loop: the plan of before the drift and the one resharding ended with; planned_anew, "
-        "clairvoyant: those that a job on the drifted data starts and ends with (the clairvoyant's had two epochs "
+        "oracle: those that a job on the drifted data starts and ends with (the oracle's had two epochs "
         "until dc938d8); examples/s on these within one job whose tables move from plan to plan (medians over the "
         "rounds, ratios paired)",
         "the target of two intervals was one of two decisions when a job decided once an epoch, its interval here; "
         "now it decides within one, too, when its data have changed",
         *loop.texts,
-        *(f"of the clairvoyant's job: {text}" for text in clairvoyant.texts),
-        *(f"{arm}: {', '.join(map(str, turn.plan.parts_of(name)))}" for arm, turn in turns.items()),
+        *(f"of the oracle's job: {text}" for text in oracle.texts),
+        *(f"{variant}: {', '.join(map(str, turn.plan.parts_of(name)))}" for variant, turn in turns.items()),
     ]
     return vars(found)
 

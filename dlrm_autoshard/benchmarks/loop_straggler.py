@@ -17,7 +17,7 @@ import numpy as np
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
 from dlrm_autoshard.benchmarks.paired import paired_ratio
-from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns, recovered
+from dlrm_autoshard.benchmarks.plans_interleaved import Turn, best_of, plans_interleaved, recovered
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -49,7 +49,7 @@ def run(quick: bool) -> dict[str, Any]:
     known = {f"known_{speed}": Turn(plan_for(speed, loop.epochs[:first]), busy=True) for speed in SPEEDS}
     turns = {"healthy": Turn(static), "healthy_after": Turn(loop.final_plan)}
     turns |= {"static": Turn(static, busy=True)} | in_loop | afterwards | known
-    rates = plans_in_turns(JOB, turns, rounds)
+    rates = plans_interleaved(JOB, turns, rounds)
     rates["best_known"], chosen = best_of(rates, [*in_loop, *known])
     stalled = sum(d["decide_seconds"] + d["move_seconds"] for d in loop.decisions if first <= d["epoch"] <= last + 1)
     busy_steps = len(busy) * steps

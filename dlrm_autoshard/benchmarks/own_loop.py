@@ -40,12 +40,14 @@ def run(quick: bool) -> dict[str, Any]:
     for workload in (W_EMB, W_SMALL):
         with tempfile.TemporaryDirectory() as folder:
             ranks = on_pinned_ranks(_interleaved, 2, workload, Path(folder), 6 if quick else 24)
-        for arm, name, target in (("own", "", "<= 1.02"), ("ddp", ", with DDP", "<= 1.06")):
+        for variant, name, target in (("own", "", "<= 1.02"), ("ddp", ", with DDP", "<= 1.06")):
             for what, end in (("step time", ""), ("CPU time of a step", " cpu")):
-                ratio = paired_ratio(slowest_rank(ranks, f"{arm}{end}"), slowest_rank(ranks, f"trainer{end}"))
+                ratio = paired_ratio(slowest_rank(ranks, f"{variant}{end}"), slowest_rank(ranks, f"trainer{end}"))
                 title = f"{workload.name}, 2 ranks{name}: {what} over the trainer's"
                 found.put(title, ratio, None if end else target, digits=3)
-            found.put(f"{workload.name}, 2 ranks{name}: steps whose losses differ", ranks[0][f"{arm} differ"], "== 0")
+            found.put(
+                f"{workload.name}, 2 ranks{name}: steps whose losses differ", ranks[0][f"{variant} differ"], "== 0"
+            )
     return vars(found)
 
 
@@ -101,7 +103,9 @@ def _interleaved(rank: int, world_size: int, workload: Workload, folder: Path, r
     keep_freed_memory()
     plan, batches = workload.plan(world_size), workload.batches(rank, world_size)
     job = OurJob(workload, plan, rank, batches)
-    loops = {arm: OwnLoop(workload, plan, batches, folder / arm, ddp=arm == "ddp") for arm in ("own", "ddp")}
+    loops = {
+        variant: OwnLoop(workload, plan, batches, folder / variant, ddp=variant == "ddp") for variant in ("own", "ddp")
+    }
     trained: list[torch.Tensor] = []
 
     def trainer() -> None:
@@ -109,22 +113,22 @@ def _interleaved(rank: int, world_size: int, workload: Workload, folder: Path, r
             job.run(1)
             trained.append(job.dense.global_loss.clone())
 
-    arms = [("trainer", trainer), *((arm, loop.run) for arm, loop in loops.items())]
-    found: dict[str, Any] = {f"{arm}{end}": [] for arm, _ in arms for end in ("", " cpu")}
+    variants = [("trainer", trainer), *((variant, loop.run) for variant, loop in loops.items())]
+    found: dict[str, Any] = {f"{variant}{end}": [] for variant, _ in variants for end in ("", " cpu")}
     for number in range(rounds + 1):
-        for arm, go in arms if number % 2 else reversed(arms):
+        for variant, go in variants if number % 2 else reversed(variants):
             dist.barrier()
             started, cpu = time.perf_counter(), time.process_time()
             go()
             if number:
-                found[arm].append((time.perf_counter() - started) / STEPS)
-                found[f"{arm} cpu"].append((time.process_time() - cpu) / STEPS)
+                found[variant].append((time.perf_counter() - started) / STEPS)
+                found[f"{variant} cpu"].append((time.process_time() - cpu) / STEPS)
         if number == 0:
             for loop in loops.values():
                 loop.bags.move_to(plan)  # the benchmark's, not the one that Autoshard found after the first step
-    for arm, loop in loops.items():
+    for variant, loop in loops.items():
         losses = torch.stack(loop.losses)
         dist.all_reduce(losses)
-        found[f"{arm} differ"] = int((losses / world_size != torch.stack(trained)).sum())
+        found[f"{variant} differ"] = int((losses / world_size != torch.stack(trained)).sum())
     loops.clear()  # DDP before the group goes
     return found

@@ -1,4 +1,4 @@
-"""Paired timing, and how sure a figure of some rounds is: contenders in turns, 95% bootstrap intervals.
+"""Paired timing, and how sure a figure of some rounds is: contenders interleaved, 95% bootstrap intervals.
 
 ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
 ratio.median, ratio.low, ratio.high

@@ -2,7 +2,7 @@
 
 Two planners start from nothing: one is fitted (DreamShard's training, policy and cost model) to tasks of 20 tables on
 4 devices only, the other to tasks of 100 tables on 8, from the same pool. Both then place the same 100 x 8 tasks, whose
-tables neither saw. Costs are measured with fbgemm on one core in isolated mode, plans of a task in turns.
+tables neither saw. Costs are measured with fbgemm on one core in isolated mode, plans of a task interleaved.
 """
 
 from __future__ import annotations

@@ -75,13 +75,13 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
-    """Plans one task with every algorithm and measures all plans, in turns.
+    """Plans one task with every algorithm and measures all plans, interleaved.
 
     Every shard is timed with fbgemm on one core. Exchanges are measured on real ranks where these are no more than
     MOST_REAL_RANKS; for more they follow the planner's own model, and the row says so. The cost model is the shipped
     one (fitted to other tables). `auto` begins as a job does: it measures tables alone, then its finalists; what real
     ranks' exchanges take it learns of a few drawn plans, for its finalists are measured without ranks. Then every
-    plan of the task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a
+    plan of the task, its finalists included, is measured anew, interleaved and `ROUNDS` times, and only that counts: a
     plan that was lucky in the first measurement gains nothing by it.
     """
     began = time.perf_counter()

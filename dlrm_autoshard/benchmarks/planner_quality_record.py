@@ -59,7 +59,7 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
             found.put(f"all cells: {algorithm}: excess removed", removed)
     found.notes += [
         "modelled exchange: the planner's own model, fitted to gloo exchanges; it judges nothing impartially",
-        f"behind: dearer than the cell's best heuristic, or than '{ADDED_UP}' (nothing learned)",
+        f"behind: costlier than the cell's best heuristic, or than '{ADDED_UP}' (nothing learned)",
         "excess: above the balance bound, the sum over ranks / ranks of the best heuristic's plan",
         "a split's ids go to each owner of a part: that exchange is no stage here, and is not counted",
     ]

@@ -27,7 +27,8 @@ ROUGH_TIME = "1 min"
 BATCH, DEVICES = 4096, 4
 REFERENCE_LOOPS = {50: 110.0, 100: 222.0}
 """CPU time of the published code's default training (github.com/daochenzha/dreamshard, 4 devices, a stand-in for its
-GPU measurements that takes no time, torch 2.13, one thread) over that of `calibration_loop`, run in turns with it."""
+GPU measurements that takes no time, torch 2.13, one thread) over that of `calibration_loop`, run interleaved with
+it."""
 
 
 def run(quick: bool) -> dict[str, Any]:

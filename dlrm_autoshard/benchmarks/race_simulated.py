@@ -42,8 +42,8 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 TITLE = "resharding on 8 simulated ranks, 40 tables, six scenarios: seconds above an oracle, false moves, recovery"
 ROUGH_TIME = "15 min on one core (quick: 20 s)"
-WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
-WORLDS: tuple[WorldName, ...] = get_args(WorldName)
+ScenarioName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
+SCENARIOS: tuple[ScenarioName, ...] = get_args(ScenarioName)
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND, SAMPLING = 0.1, 1e9, 0.2
 """Seconds and bytes/s of a move; part of a step by which a sampled one is longer."""
@@ -53,10 +53,10 @@ RECOVERED_WITHIN, REFUSED, TICK_SECONDS = 0.02, 0.1, 1e-3
 
 
 def run(quick: bool, without: Sequence[str] = ()) -> dict[str, Any]:
-    seeds, worlds, noises = (1, WORLDS[1:2], ("real",)) if quick else (6, WORLDS, ("quiet", "real"))
+    seeds, scenarios, noises = (1, SCENARIOS[1:2], ("real",)) if quick else (6, SCENARIOS, ("quiet", "real"))
     if unknown := set(without).difference(RULES):
         raise BenchError(f"there is no rule '{min(unknown)}'; there are {', '.join(sorted(RULES))}.")
-    keys = [(w, s, 8, 40, n, *without) for s in range(seeds) for w in worlds for n in noises]
+    keys = [(w, s, 8, 40, n, *without) for s in range(seeds) for w in scenarios for n in noises]
     kept = None if quick else Path("runs/race-simulated/rows.jsonl")
     rows = in_slices(kept, keys, simulate)
     return {**summarise(rows), **origins(rows)}
@@ -71,11 +71,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "deviations, moments of ranks and of the machine, dense parts that follow a slow rank, refusals.",
         "a false move: one after which a step takes longer, exactly.",
     ]
-    for noise, world in itertools.product(("quiet", "real"), WORLDS):
-        jobs = [row for row in rows if row["of"][0] == world and row["of"][4] == noise]
+    for noise, scenario in itertools.product(("quiet", "real"), SCENARIOS):
+        jobs = [row for row in rows if row["of"][0] == scenario and row["of"][4] == noise]
         if not jobs:
             continue
-        cell = f"{noise} noise, {world}"
+        cell = f"{noise} noise, {scenario}"
         for name, values in (
             ("above the oracle, %", [100 * (job["loop"] / job["oracle"] - 1) for job in jobs]),
             ("without resharding, %", [100 * (job["static"] / job["oracle"] - 1) for job in jobs]),
@@ -94,7 +94,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class SimulatedJob:
     """A job of a scenario: its tables, data, ranks and oracle."""
 
-    name: WorldName
+    name: ScenarioName
     seed: int
     world_size: int
     num_tables: int
@@ -106,7 +106,7 @@ class SimulatedJob:
     @cached_property
     def stats_by_epoch(self) -> list[list[TableStats]]:
         stats: Sequence[TableStats] = self.pool.stats
-        other = np.random.default_rng([WORLDS.index(self.name), self.seed]).permutation(len(stats))
+        other = np.random.default_rng([SCENARIOS.index(self.name), self.seed]).permutation(len(stats))
         by_epoch = []
         for epoch in range(EPOCHS):
             later = [stats[o] for o in other] if epoch >= self.change else stats
@@ -135,7 +135,8 @@ class SimulatedJob:
         return {rank: 2.0} if busy else {}
 
     def memory_bytes(self, tables: Sequence[TableConfig]) -> tuple[int, ...] | None:
-        """Returns each rank's bytes in a tight world: 2% more than the fullest needs where tables go largest first."""
+        """Returns each rank's bytes in a tight scenario: 2% more than the fullest needs where tables go largest
+        first."""
         if self.name != "tight":
             return None
         loads = [0] * self.world_size
@@ -198,7 +199,7 @@ def _started(job: SimulatedJob) -> tuple[Planner, ShardingPlan, list[float]]:
     return planner, start, oracle
 
 
-def simulate(name: WorldName, seed: int, ranks: int, tables: int, noise: str, *without: str) -> dict[str, float]:
+def simulate(name: ScenarioName, seed: int, ranks: int, tables: int, noise: str, *without: str) -> dict[str, float]:
     """One job's seconds with and without resharding and under the oracle, and what resharding did."""
     with patch("time.perf_counter", itertools.count(0.0, TICK_SECONDS).__next__):
         job = SimulatedJob(name, seed, ranks, tables)

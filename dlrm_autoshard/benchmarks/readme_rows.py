@@ -38,7 +38,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "of_best_known": "from the worst heuristic's plan: of the best plan known, held-out rounds",
     },
     "loop-drift": {
-        "recovered": "pooling permuted in mid-run: recovered of the gap between static and clairvoyant",
+        "recovered": "pooling permuted in mid-run: recovered of the gap between static and oracle",
     },
     "loop-straggler": {
         "recovered": "half of a core taken: recovered of what the best plan known recovers",
@@ -50,7 +50,7 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "next_epoch_error": "cost model's error on the next epoch, median over epochs 3 to 9",
     },
     "loop-split": {
-        "of_clairvoyant": "a table that becomes dominant is split live: of a clairvoyant plan's speed",
+        "of_oracle": "a table that becomes dominant is split live: of an oracle plan's speed",
     },
     "reshard-speed": {
         "share_of_raw_1024_mib": "moving 1 GiB between 2 ranks, of gloo's raw bandwidth",

@@ -119,20 +119,20 @@ def _embedding_part(
 def _interleaved(rank: int, world_size: int, shared_memory: bool, rounds: int) -> dict[str, list[float]]:
     """Seconds of a step by round, on the wall and of this process's CPU."""
     keep_freed_memory()
-    batches, arms = KAGGLE.batches(rank, world_size), dict[str, Callable[[], object]]()
+    batches, variants = KAGGLE.batches(rank, world_size), dict[str, Callable[[], object]]()
     for asked in ("none", "auto"):
-        arms[f"embeddings {asked}"] = _embedding_part(asked, rank, world_size, batches, shared_memory)
+        variants[f"embeddings {asked}"] = _embedding_part(asked, rank, world_size, batches, shared_memory)
         for name, workload in (("small", KAGGLE), ("large", LARGE_MLPS)):
             plan, replicated = _plan(asked, world_size), _replicated(asked, world_size)
             job = OurJob(workload, plan, rank, batches, shared_memory=shared_memory, replicated=replicated)
-            arms[f"{name} {asked}"] = lambda job=job: job.run(STEPS)  # type: ignore[misc]
-    found: dict[str, list[float]] = {f"{arm}{end}": [] for arm in arms for end in ("", " cpu")}
+            variants[f"{name} {asked}"] = lambda job=job: job.run(STEPS)  # type: ignore[misc]
+    found: dict[str, list[float]] = {f"{variant}{end}": [] for variant in variants for end in ("", " cpu")}
     for number in range(rounds + 1):
         for part in PARTS:
             for asked in ("none", "auto") if number % 2 else ("auto", "none"):
                 dist.barrier()
                 started, cpu = time.perf_counter(), time.process_time()
-                arms[f"{part} {asked}"]()
+                variants[f"{part} {asked}"]()
                 if number:
                     found[f"{part} {asked}"].append((time.perf_counter() - started) / STEPS)
                     found[f"{part} {asked} cpu"].append((time.process_time() - cpu) / STEPS)

@@ -53,7 +53,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def measure(rank: int, world_size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each move (there and back are one round each) and of the raw transfers, in turns."""
+    """Seconds of each move (there and back are one round each) and of the raw transfers, interleaved."""
     world = dist.group.WORLD
     assert world is not None
     tables = [SMALL, *LARGE]

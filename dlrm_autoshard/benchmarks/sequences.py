@@ -51,13 +51,13 @@ Step = Callable[[], object]
 def run(quick: bool) -> dict[str, Any]:
     found, missing = Findings(), find_torchrec()
     ranks = on_pinned_ranks(_two_ranks, 2, missing is None, 4 if quick else 16)
-    seconds = {arm: slowest_rank(ranks, arm) for arm in ranks[0] if arm != "bytes"}
-    for arm, own in seconds.items():
-        found.put(f"2 ranks: {arm}, ms a step", round(1e3 * median(own), 1))
-    theirs = [arm for arm in seconds if arm not in OURS]
+    seconds = {variant: slowest_rank(ranks, variant) for variant in ranks[0] if variant != "bytes"}
+    for variant, own in seconds.items():
+        found.put(f"2 ranks: {variant}, ms a step", round(1e3 * median(own), 1))
+    theirs = [variant for variant in seconds if variant not in OURS]
     for link, end, target in (("shared memory", "", ">= 1.8"), ("TCP", ", TCP", ">= 1.4")):
         if theirs:
-            best = seconds[min(theirs, key=lambda arm: median(seconds[arm]))]
+            best = seconds[min(theirs, key=lambda variant: median(seconds[variant]))]
             found.put(
                 f"2 ranks, {link}: over TorchRec's fastest", paired_ratio(best, seconds[f"ours{end}"]), target, digits=2
             )
@@ -213,31 +213,33 @@ def plain_steps(batches: list[Batch]) -> Step:
     return step
 
 
-def _interleaved(arms: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step by round; every other round has the arms in the opposite order."""
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
+def _interleaved(variants: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step by round; every other round has the variants in the opposite order."""
+    found: dict[str, list[float]] = {variant: [] for variant in variants}
     for number in range(rounds + 1):
-        for arm in arms if number % 2 else reversed(arms):
+        for variant in variants if number % 2 else reversed(variants):
             dist.barrier()
             started = time.perf_counter()
             for _ in range(STEPS):
-                arms[arm]()
+                variants[variant]()
             if number:
-                found[arm].append((time.perf_counter() - started) / STEPS)
+                found[variant].append((time.perf_counter() - started) / STEPS)
     return found
 
 
 def _two_ranks(rank: int, world_size: int, with_torchrec: bool, rounds: int) -> dict[str, Any]:
     keep_freed_memory()
-    batches, arms = batches_of(rank), dict[str, Step]()
+    batches, variants = batches_of(rank), dict[str, Step]()
     sent = dict[bool, int]()
-    for arm, (rows_once, shared_memory) in OURS.items():
-        arms[arm], embeddings = our_steps(rank, world_size, batches, rows_once=rows_once, shared_memory=shared_memory)
+    for variant, (rows_once, shared_memory) in OURS.items():
+        variants[variant], embeddings = our_steps(
+            rank, world_size, batches, rows_once=rows_once, shared_memory=shared_memory
+        )
         if rows_once is not None:
             sent[rows_once] = sum(exchanged(embeddings.rows_once.asked(batch).sent) for batch in batches)
     for kind in THEIRS if with_torchrec and find_torchrec() is None else ():
-        arms[f"TorchRec, {kind}"] = their_steps(batches, kind)
-    return _interleaved(arms, rounds) | {"bytes": sent}
+        variants[f"TorchRec, {kind}"] = their_steps(batches, kind)
+    return _interleaved(variants, rounds) | {"bytes": sent}
 
 
 def exchanged(sent: Batch) -> int:

@@ -1,4 +1,5 @@
-"""Column-wise splits where one table is dearer than all others together: a whole step against the best table-wise plan.
+"""Column-wise splits where one table is costlier than all others together: a whole step against the best table-wise
+plan.
 
 26 tables on 2 ranks; one has dim 128 and half of all lookups, the others dim 32. One job, whose tables move from plan
 to plan in turn; what is split is the planner's choice, by predictions alone. Its losses must be those of whole tables.
@@ -14,7 +15,7 @@ from typing import Any, get_args
 
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
-from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
+from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, Turn, best_of, plans_interleaved
 from dlrm_autoshard.benchmarks.splits_auc import Adagrad, auc_of
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, dcn_by_h200, planning_seconds, planning_time
 from dlrm_autoshard.benchmarks.splits_ranks import busiest_cpu
@@ -62,7 +63,7 @@ def _trained(found: Findings, quick: bool) -> None:
         for name in ("auto", "lookup_greedy", "dim_greedy")
     }
     split = warm_planner("auto", workload.optimizer).plan(task(Splits(max_parts=4, optimizer=workload.optimizer))).plan
-    rates = plans_in_turns(
+    rates = plans_interleaved(
         workload, {"split": Turn(split)} | {name: Turn(plan) for name, plan in table_wise.items()}, 4 if quick else 16
     )
     best, names = best_of(rates, list(table_wise))
@@ -122,7 +123,7 @@ def _planned(found: Findings, quick: bool) -> None:
     found.notes += [
         "DCNv2's devices are an oracle's arithmetic (ten machines), no hardware's; 8 parts a table on 16 devices.",
         "They read 32 columns at a time: an eighth of 128 takes as long as a quarter: on 16 devices no part "
-        "of the dearest table is cheaper than 25 of 214 lookups, 1.87 even shares.",
+        "of the costliest table is cheaper than 25 of 214 lookups, 1.87 even shares.",
     ]
 
 

@@ -32,7 +32,7 @@ MIN_DIM = 16
 
 def dcn_task(devices: int) -> PlacementTask:
     """Its 26 tables with their rows and ids a sample, as the shipped config has them. As many parts as devices pay for:
-    an even share of 16 devices is 13 of 214 lookups, and an eighth of the dearest table's 100."""
+    an even share of 16 devices is 13 of 214 lookups, and an eighth of the costliest table's 100."""
     config = load_config(SHIPPED / "mlperf_dcnv2.yaml")
     assert isinstance(config.data, CriteoData) and config.data.num_embeddings is not None
     rows, dim = config.data.num_embeddings, config.tables.embedding_dim
@@ -79,7 +79,8 @@ def _max_over_mean(task: PlacementTask, plan: ShardingPlan) -> float:
 
 
 def planning_time(tables: int, devices: int, rounds: int, rows: bool = False) -> Ratio:
-    """Seconds of a plan with splits over one without, in turns, with the shipped costs. rows: splits by rows, too."""
+    """Seconds of a plan with splits over one without, interleaved, with the shipped costs. rows: splits by rows,
+    too."""
     split, whole = alternate(
         lambda: planning_seconds(tables, devices, splits=True, rows=rows),
         lambda: planning_seconds(tables, devices, splits=False),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval
-from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE
+from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE
 from dlrm_autoshard.config import AutoshardConfig, ExchangeDtypes, TableOptimizerConfig
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool

@@ -12,7 +12,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.benchmarks.plans_in_turns import best_of
+from dlrm_autoshard.benchmarks.plans_interleaved import best_of
 from dlrm_autoshard.benchmarks.torchrec_loop_job import (
     from_the_worst_plan,
     under_both_plans,

@@ -138,7 +138,7 @@ def from_the_worst_plan(
 
 
 def under_both_plans(rank: int, world_size: int, of: Workload, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds a turn under our plan and under TorchRec's own, in turns."""
+    """Seconds a turn under our plan and under TorchRec's own, interleaved."""
     _ready()
     batches = of.batches(rank, world_size)
     ours, theirs = Job(of, batches, _planned(of, batches[0], of.seed)), Job(of, batches, None)

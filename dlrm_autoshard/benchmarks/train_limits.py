@@ -81,8 +81,8 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
 
 def idle_step(tables: int, steps: int = 200) -> tuple[float, list[float]]:
     """Seconds of a whole step in which no kernel has anything to do (two samples, tables of dim 4, one id each), and
-    of that the bookkeeping: what is left after calling the same kernels alone, by round of ten steps, in turns with the
-    kernels; less than nothing where the two differ by less than the noise. Collective over all ranks."""
+    of that the bookkeeping: what is left after calling the same kernels alone, by round of ten steps, interleaved with
+    the kernels; less than nothing where the two differ by less than the noise. Collective over all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     workload = idle_workload(tables, world_size)
     plan = round_robin([table.name for table in workload.tables], Topology(world_size))

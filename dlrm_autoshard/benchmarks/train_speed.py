@@ -1,8 +1,8 @@
 """Shared by train-wemb and train-wsmall: ours against TorchRec's and against our own limit, at one and two ranks.
 
-Each arm is a job in processes of its own, so that one's memory layout does not burden another; they take turns of a few
-steps each over the same batches in memory, pinned to a core, one thread, while the others wait. The limit of a step is
-what no trainer with these kernels can go below (train_limits.py), measured in the same rounds.
+Each variant is a job in processes of its own, so that one's memory layout does not burden another; they take turns of a
+few steps each over the same batches in memory, pinned to a core, one thread, while the others wait. The limit of a step
+is what no trainer with these kernels can go below (train_limits.py), measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlrm_autoshard.autoshard.intervals import peak_memory
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
-from dlrm_autoshard.benchmarks.plans_in_turns import best_of
+from dlrm_autoshard.benchmarks.plans_interleaved import best_of
 from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, idle_step, limits_of, rank_0_alone
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.data.batch import Batch
@@ -40,7 +40,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """A job that takes part. limits: it measures its limit and memory as well, in the same rounds."""
 
     ours: bool
@@ -48,14 +48,14 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-OURS = {"ours": Arm(True), "limits": Arm(True, limits=True)}
+OURS = {"ours": Variant(True), "limits": Variant(True, limits=True)}
 """Variants to run. Measuring limits in between would drive a job's rows out of the caches, so they have a process of
 their own."""
-OURS_BY_TCP = {"tcp": Arm(True, options={"shared_memory": False})}
+OURS_BY_TCP = {"tcp": Variant(True, options={"shared_memory": False})}
 THEIRS = {
-    "torchrec": Arm(False),
-    "torchrec, ids unchecked": Arm(False, options={"check_ids": False}),
-    "torchrec, pipeline": Arm(False, options={"check_ids": False, "pipeline": True}),
+    "torchrec": Variant(False),
+    "torchrec, ids unchecked": Variant(False, options={"check_ids": False}),
+    "torchrec, pipeline": Variant(False, options={"check_ids": False, "pipeline": True}),
 }
 OUR_PLAN = "torchrec, our plan"
 
@@ -65,7 +65,7 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
     rounds, missing = 4 if quick else 12, find_torchrec()
     found = Findings(targets=targets)
     found.notes = [
-        "over torchrec: over the fastest of its arms with its own planner, chosen on other rounds than it is measured "
+        "over torchrec: over its fastest variant with its own planner, chosen on other rounds than it is measured "
         "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step.",
         *([] if missing is None else [f"no comparison: {missing}"]),
     ]
@@ -75,10 +75,10 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
             found.put(f"{of}: {name}", ratio, digits=0 if ratio.median > 100 else 3)
 
         plan = workload.plan(ranks)
-        arms = OURS | (OURS_BY_TCP if ranks > 1 else {}) | (THEIRS if missing is None else {})
+        variants = OURS | (OURS_BY_TCP if ranks > 1 else {}) | (THEIRS if missing is None else {})
         if missing is None and ranks > 1:
-            arms[OUR_PLAN] = Arm(False, options={"check_ids": False, "plan": plan})
-        measured = in_turns(workload, plan, arms, ranks, rounds)
+            variants[OUR_PLAN] = Variant(False, options={"check_ids": False, "plan": plan})
+        measured = interleaved(workload, plan, variants, ranks, rounds)
         seconds = {name: slowest_rank(by_rank, "seconds") for name, by_rank in measured.items()}
         for name, taken in seconds.items():
             put(f"{name} samples/s", median_with_interval([workload.batch_size / s for s in taken]))
@@ -118,25 +118,25 @@ def slowest_rank(measured: list[dict[str, Any]], whose: str) -> list[float]:
     return [max(seconds) for seconds in zip(*(m[whose] for m in measured), strict=True)]
 
 
-def in_turns(
-    workload: Workload, plan: ShardingPlan, arms: Mapping[str, Arm], ranks: int, rounds: int
+def interleaved(
+    workload: Workload, plan: ShardingPlan, variants: Mapping[str, Variant], ranks: int, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """By arm and rank, what `_measure` returns. Every other round has the arms in the opposite order."""
+    """By variant and rank, what `_measure` returns. Every other round has the variants in the opposite order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    orders = [list(arms) if number % 2 else list(reversed(list(arms))) for number in range(rounds + 1)]
-    turns = {name: [len(arms) * n + order.index(name) for n, order in enumerate(orders)] for name in arms}
+    orders = [list(variants) if number % 2 else list(reversed(list(variants))) for number in range(rounds + 1)]
+    turns = {name: [len(variants) * n + order.index(name) for n, order in enumerate(orders)] for name in variants}
     store.set("turn 0", "")
 
     def ranks_of(name: str) -> list[dict[str, Any]]:
         try:
-            return on_pinned_ranks(_measure, ranks, workload, plan, arms[name], store.port, turns[name])
+            return on_pinned_ranks(_measure, ranks, workload, plan, variants[name], store.port, turns[name])
         except BaseException:
             for turn in turns[name]:  # the others go on; the failure is told at the end
                 store.set(f"turn {turn + 1}", "")
             raise
 
-    with ThreadPoolExecutor(len(arms)) as threads:
-        return dict(zip(arms, threads.map(ranks_of, arms), strict=True))
+    with ThreadPoolExecutor(len(variants)) as threads:
+        return dict(zip(variants, threads.map(ranks_of, variants), strict=True))
 
 
 def _measure(
@@ -144,11 +144,11 @@ def _measure(
     world_size: int,
     workload: Workload,
     plan: ShardingPlan,
-    arm: Arm,
+    variant: Variant,
     port: int,
     turns: list[int],
 ) -> dict[str, Any]:
-    """One rank of one arm: seconds a step by round, and what it found of limits. The first turn is a warm-up."""
+    """One rank of one variant: seconds a step by round, and what it found of limits. The first turn is a warm-up."""
     keep_freed_memory()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     batches = workload.batches(rank, world_size)
@@ -159,9 +159,9 @@ def _measure(
         store.wait([f"turn {turn}"], timedelta(seconds=600))
         dist.barrier()
         if job is None:  # made in its turn, as others are measured meanwhile
-            job, alone = _start(rank, world_size, workload, plan, arm, batches, result)
+            job, alone = _start(rank, world_size, workload, plan, variant, batches, result)
         found: dict[str, Any] = {"seconds": job.run(STEPS) / STEPS}
-        if arm.limits:
+        if variant.limits:
             assert isinstance(job, OurJob)
             found |= limits_of(job, alone, rank, world_size)
         for name, value in found.items():
@@ -178,21 +178,21 @@ def _start(
     world_size: int,
     workload: Workload,
     plan: ShardingPlan,
-    arm: Arm,
+    variant: Variant,
     batches: list[Batch],
     result: dict[str, Any],
 ) -> tuple[OurJob | TorchrecJob, Callable[[], float] | None]:
-    if not arm.ours:
-        theirs = TorchrecJob(workload, batches, **arm.options)
+    if not variant.ours:
+        theirs = TorchrecJob(workload, batches, **variant.options)
         theirs.run(3)
         return theirs, None
-    if arm.limits:
+    if variant.limits:
         result["bookkeeping"] = median_with_interval([1e3 * ms for ms in idle_step(len(workload.tables))[1]])
     cpu = torch.device("cpu")
     before = peak_memory(cpu)
-    ours = OurJob(workload, plan, rank, batches, **arm.options)
+    ours = OurJob(workload, plan, rank, batches, **variant.options)
     ours.run(len(batches))
-    if not arm.limits:
+    if not variant.limits:
         return ours, None
     own = [t for t in workload.tables if plan.rank_of[t.name] == rank]
     state = sum(t.weight_bytes + t.optimizer_bytes("rowwise_adagrad") for t in own)

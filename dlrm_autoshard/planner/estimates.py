@@ -25,7 +25,7 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 
 DRAWS = 512
 ROUNDS = 2
-"""In which plans are measured, in turns."""
+"""In which plans are measured, interleaved."""
 MOST_RANKS = 32
 """Ranks of each plan and stage that are drawn, the costliest: others are hardly ever the slowest."""
 
@@ -123,8 +123,8 @@ def estimates(
     for rank_U in placements:
         ms_W4, ranks = expected_ms(task, costs, corrections, rank_U)
         exchanged.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
-        dearest_2M = np.argsort(-ranks.ms_M.reshape(2, -1), axis=1)[:, :most]
-        asked.append(ranks.some(np.add(dearest_2M, [[0], [task.world_size]]).ravel()))
+        costliest_2M = np.argsort(-ranks.ms_M.reshape(2, -1), axis=1)[:, :most]
+        asked.append(ranks.some(np.add(costliest_2M, [[0], [task.world_size]]).ravel()))
     every, exchange = asked[0].and_also(*asked[1:]), costs.exchange_spread
     stages, which_M = every.distinct()
     if placed:

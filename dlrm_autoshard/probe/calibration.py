@@ -154,7 +154,7 @@ def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float
 
 
 def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Two kinds of shards: each table alone, and parts of the dearest that may be split, by their lookups' work; and
+    """Two kinds of shards: each table alone, and parts of the costliest that may be split, by their lookups' work; and
     sets of as many tables as a rank will own, which is what plans are made of.
 
     What width costs here is asked of parts, for a network that is fitted to a few widths says anything of others.
@@ -184,7 +184,7 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
 def _parts_of_use(
     task: PlacementTask, table: TableConfig, work: Callable[[TableConfig], float], even_share: float
 ) -> Iterator[TableConfig]:
-    """Its half, and of what is still dearer than a rank's even share the half again, as far as it may be split."""
+    """Its half, and of what is still costlier than a rank's even share the half again, as far as it may be split."""
     split: PlacementTask | None = task
     part = table
     while split is not None and (part is table or work(part) > even_share):

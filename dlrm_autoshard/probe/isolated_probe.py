@@ -21,7 +21,7 @@ class IsolatedProbe:
     """Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones. Shards
     that were measured are remembered by their tables.
 
-    rounds: times that each new shard is measured, in turns with the others; its median counts.
+    rounds: times that each new shard is measured, interleaved with the others; its median counts.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ T = TypeVar("T")
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
 _NO_REQUEST: tuple[int, list[Any]] | None = None
 _ROUNDS_SECONDS = 1.5
-"""After which no round but the first begins: plans are measured in turns, so that when the machine is slow for a moment
-all of them are, and the median counts."""
+"""After which no round but the first begins: plans are measured interleaved, so that when the machine is slow for a
+moment all of them are, and the median counts."""
 
 SECONDS_PER_SHARD = 0.03
 """Minimum seconds for measuring a shard. Few, for its moment may be a slow one: what matters is measured again, at

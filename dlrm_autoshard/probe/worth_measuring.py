@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.local_search import deadline_in, late
-from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, placed_beside, searched
+from dlrm_autoshard.planner.search.splits import Splitted, costly_shards, placed_beside, searched
 from dlrm_autoshard.planner.task import PlacementTask
 
 
@@ -22,7 +22,7 @@ def worth_measuring(planner: Planner, task: PlacementTask, *, budget_seconds: fl
         best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
         now = task.split_as(best_plan)
         start = Splitted(now, costs.costs_of(now), now.ranks_from(best_plan), 0.0)
-        for name in dear_shards(start):
+        for name in costly_shards(start):
             halved = None if late(deadline) else now.split(name)
             child = None if halved is None else placed_beside(start, halved, costs.costs_of(halved), deadline)
             if child is not None:

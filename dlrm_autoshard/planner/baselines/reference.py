@@ -37,7 +37,7 @@ STANDARDISED = slice(1, 4)
 
 @dataclass(frozen=True)
 class Measured:
-    """A placement of the buffer: rank of each table of a task, the heads of every device, the dearest device's ms."""
+    """A placement of the buffer: rank of each table of a task, the heads of every device, the costliest device's ms."""
 
     task: int
     rank_T: np.ndarray

@@ -111,7 +111,7 @@ class Corrections:
         loads = log_loads(summaries)
         logs = fused_logs + self._load_form(loads)
         logs *= many(loads)[..., None]
-        logs += lightness(ms, self._observed.dearest_2) * self._light_2
+        logs += lightness(ms, self._observed.costliest_2) * self._light_2
         factors: np.ndarray = np.exp(logs)
         return factors
 
@@ -166,7 +166,7 @@ class Corrections:
             change_MF = changes(share_MB, self._observed.now_R2[parts.whole_of_B])
             alike_W2 = self.rank_factors_W2(int(stages.rank_M.max(initial=0)) + 1, None)  # as if all ranks were alike
             slower_M = np.where(stages.rank_M < 0, 1.0, alike_W2[stages.rank_M, stages.stage_M])
-            light_M = lightness(stages.ms_M / slower_M, self._observed.dearest_2[stages.stage_M])
+            light_M = lightness(stages.ms_M / slower_M, self._observed.costliest_2[stages.stage_M])
             load_MF = self._observed.load_range.features(stages.load_ML)
         return Rows(
             stage_N=stages.stage_M,

@@ -85,10 +85,10 @@ class Observed:
         return sums
 
     @cached_property
-    def dearest_2(self) -> np.ndarray:
-        """Forward and backward of the dearest set of tables that was measured, as predicted."""
-        dearest: np.ndarray = self.model.device_ms(self._sums_NK.astype(np.float32)).max(axis=0)
-        return dearest
+    def costliest_2(self) -> np.ndarray:
+        """Forward and backward of the costliest set of tables that was measured, as predicted."""
+        costliest: np.ndarray = self.model.device_ms(self._sums_NK.astype(np.float32)).max(axis=0)
+        return costliest
 
     @cached_property
     def _log_loads_NL(self) -> np.ndarray:
@@ -120,14 +120,14 @@ class Observed:
         usable = [s for s in usable if min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
         least_shards = min(len(usable), MOST_ROWS // 4)
         left = MOST_ROWS // 2 - least_shards  # forward and backward of so many ranks
-        for number, dearest in _remembered(profiles, column, batch_size, left):
+        for number, costliest in _remembered(profiles, column, batch_size, left):
             profile = profiles[number]
             number_of_kind = kind_of(*profile.shards)
             rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
-            for rank in dearest:
+            for rank in costliest:
                 pair = (profile.ranks[rank].fwd_compute_ms, profile.ranks[rank].bwd_compute_ms)
                 rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank, -1))
-            left -= len(dearest)
+            left -= len(costliest)
         by_cost = sorted(range(len(usable)), key=lambda i: usable[i].fwd_compute_ms + usable[i].bwd_compute_ms)
         kept = by_cost[max(0, len(usable) - least_shards - left) :]
         for shard in (usable[i] for i in sorted(kept, reverse=True)):
@@ -172,7 +172,7 @@ class Observed:
         share_NT = np.concatenate([share_N2T[:, 0], share_N2T[:, 1]])
         source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
         share_NB = share_NT @ self.basis_TB
-        light_N = lightness(predicted_N2.T.ravel(), np.repeat(self.dearest_2, count))
+        light_N = lightness(predicted_N2.T.ravel(), np.repeat(self.costliest_2, count))
         rows = Rows(
             stage_N=np.repeat([0, 1], count),
             source_N=np.tile(source_N, 2),
@@ -219,8 +219,8 @@ def _remembered(
 ) -> Iterator[tuple[int, list[int]]]:
     """Profiles by number, the newest first, each with the ranks of it that are conditioned on: `most` in all.
 
-    Of the newest all; of the others the dearest, so that there is something of each: many profiles of one plan say less
-    of tables and ranks than one of each of several plans.
+    Of the newest all; of the others the costliest, so that there is something of each: many profiles of one plan say
+    less of tables and ranks than one of each of several plans.
     """
     alike = [
         number
@@ -230,9 +230,9 @@ def _remembered(
     for left, number in zip(range(len(alike), 0, -1), reversed(alike), strict=True):
         pairs = {r: (cost.fwd_compute_ms, cost.bwd_compute_ms) for r, cost in enumerate(profiles[number].ranks)}
         owners = [rank for rank in sorted(set(profiles[number].plan.rank_of.values())) if min(pairs[rank]) > 0]
-        dearest = sorted(owners, key=lambda rank: -sum(pairs[rank]))[: most if number == alike[-1] else most // left]
-        most -= len(dearest)
-        yield number, sorted(dearest)
+        costliest = sorted(owners, key=lambda rank: -sum(pairs[rank]))[: most if number == alike[-1] else most // left]
+        most -= len(costliest)
+        yield number, sorted(costliest)
 
 
 def _of_kinds(

@@ -169,7 +169,7 @@ class Rows:
         both_many = np.outer(self.many_N, other.many_N)
         same_source, same_rank = self.source_N[:, None] == other.source_N, self._same_rank(other)
         of_rank = same_rank * np.outer(self.of_rank, other.of_rank)
-        # A probe's plans are measured in turns, so that a moment is all plans' moment.
+        # A probe's plans are measured interleaved, so that a moment is all plans' moment.
         in_interval_M = (other.profile_N >= 0) & ~other.probed
         same_interval = (self.profile_N[:, None] == other.profile_N) & in_interval_M
         return Common(
@@ -234,13 +234,13 @@ def changes(share_NB: np.ndarray, log_data_B2: np.ndarray) -> np.ndarray:
 
 
 LIGHT = 0.1
-"""Part of the dearest set's stage, below which another's is light."""
+"""Part of the costliest set's stage, below which another's is light."""
 
 
-def lightness(ms_N: np.ndarray, dearest_N: np.ndarray) -> np.ndarray:
-    """[N] 1 of stages that take nothing beside the dearest, towards 0 of those that take as long: how much of them is
+def lightness(ms_N: np.ndarray, costliest_N: np.ndarray) -> np.ndarray:
+    """[N] 1 of stages that take nothing beside the costliest, towards 0 of those that take as long: how much of them is
     what any stage takes, caches that have turned cold between two steps' lookups, or a probe's launch."""
-    part: np.ndarray = LIGHT * dearest_N / np.maximum(LIGHT * dearest_N + ms_N, 1e-12)
+    part: np.ndarray = LIGHT * costliest_N / np.maximum(LIGHT * costliest_N + ms_N, 1e-12)
     return part
 
 

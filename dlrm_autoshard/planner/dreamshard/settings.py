@@ -11,7 +11,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class DreamShardSettings:
     """The reference's budget, but for `cost_updates`: ours starts from prices that are solved, and its 300 over-train
-    (1.2 to 2% dearer plans on simulated tasks than 20 to 60)."""
+    (1.2 to 2% costlier plans on simulated tasks than 20 to 60)."""
 
     iterations: int = 10
     placements: int = 10  # measured per iteration

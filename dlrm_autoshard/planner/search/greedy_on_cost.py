@@ -41,7 +41,7 @@ class StageLoads:
 
 
 def greedy_on_cost(task: PlacementTask, costs: TaskCosts) -> np.ndarray:
-    """[U] ranks: dearest unit first, each to the rank whose `StageLoads` rise least by taking it."""
+    """[U] ranks: costliest unit first, each to the rank whose `StageLoads` rise least by taking it."""
     units, room, everywhere = task.units, Room(task.units), np.arange(task.world_size)
     sums_WK = np.zeros((task.world_size, costs.summary_UK.shape[1]), dtype=np.float32)
     ms_W4 = costs.stage_ms(sums_WK, everywhere)

@@ -174,12 +174,12 @@ def _other_cuts(node: Splitted) -> Iterator[PlacementTask]:
     def others(task: PlacementTask, name: str) -> list[tuple[TableConfig, ...]]:
         return list(piece_of[name].other_ways(task.splits)) if name in piece_of else []
 
-    for name in dear_shards(node, others):
+    for name in costly_shards(node, others):
         for parts in others(task, name):
             yield task.with_shards(piece_of[name].replaced(task.tables, parts))
 
 
-def dear_shards(
+def costly_shards(
     node: Splitted, may_cut: Callable[[PlacementTask, str], object] = PlacementTask.halves
 ) -> Iterator[str]:
     """Returns for each stage the shard of the slowest rank that is costliest in this stage and may be cut: halved,

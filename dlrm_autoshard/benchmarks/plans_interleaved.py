@@ -1,6 +1,6 @@
 """Compares plans in one job on two pinned ranks, whose tables move from plan to plan.
 
-rates = plans_in_turns(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
+rates = plans_interleaved(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
 rates["static"][0]                         # examples/s in the first round
 """
 
@@ -51,7 +51,7 @@ class Turn:
         return f"{self.plan.fingerprint}{', busy' if self.busy else ''}"
 
 
-def plans_in_turns(workload: Workload, turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+def plans_interleaved(workload: Workload, turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     """Examples/s over both ranks: by turn, and round.
 
     Separate jobs minutes apart differ by a fifth on a shared machine, whatever their plans; turns of a second or so
