@@ -96,6 +96,8 @@ class Controller:
         balance, error = self._balance(interval), prediction_error(self.planner.predict(task, plan), profile.ranks)
         base = replace(base, balance_gain=balance, error_before=error)
         if why := self.history.why_not_look(balance, when, whole=whole):
+            if when.remaining <= 0:  # whoever resumes the job for more epochs starts from what was measured last
+                self.planner.costs.observe(profile, task.topology)
             if whole:
                 self._judge_last_move(task, interval)
             return self._written(replace(base, why=why))
