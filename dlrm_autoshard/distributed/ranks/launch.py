@@ -55,6 +55,7 @@ def launch(
     nodes, head, job: machines of the job, `host:port` of one of them, and a name that only this job has: for several.
     restarts: how often the ranks are started again after one died. after_a_kill: what to try then.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a head that ends first would be told with torch's own stack
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
