@@ -357,8 +357,8 @@ def stats_of_part(part: TableConfig, whole: TableConfig, stats: TableStats) -> T
 def _share_of_work(part: TableConfig, whole: TableConfig, stats: TableStats) -> float:
     if part.num_embeddings == whole.num_embeddings:
         return 1.0
-    below = (stats.work_below(row, whole.num_embeddings) for row in part.rows)
-    return max(1e-6, -next(below) + next(below))
+    before, until = (stats.work_below(row, whole.num_embeddings) for row in part.rows)
+    return max(1e-6, until - before)
 
 
 def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

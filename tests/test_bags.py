@@ -20,8 +20,8 @@ from dlrm_autoshard.autoshard.autoshard import Autoshard
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.bag_inputs import BagsError
-from dlrm_autoshard.distributed.lookup.embeddings import initialise
 from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.tables.init import initialise
 from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, RowwiseAdagrad
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan

@@ -35,7 +35,7 @@ def reference(world_size: int) -> dict[str, torch.Tensor]:
     """The same steps with nn.EmbeddingBag and plain SGD in one process."""
     plan = ShardingPlan({t.name: 0 for t in TABLES}, 1)
     bags = {}
-    from dlrm_autoshard.distributed.lookup.embeddings import initialise
+    from dlrm_autoshard.distributed.tables.init import initialise
     from dlrm_autoshard.tables import output_order
 
     for table in TABLES:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dlrm_autoshard as das
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.lookup.embeddings import initialise
+from dlrm_autoshard.distributed.tables.init import initialise
 from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, RowwiseAdagrad
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan

@@ -18,7 +18,7 @@ def train(rank: int, world_size: int, folder: Path, pooling: list[float]) -> Non
         {"name": f"table_{i}", "num_embeddings": 20_000, "embedding_dim": 64, "mean_pooling": mean}
         for i, mean in enumerate(pooling)
     ]
-    samples = 512 * world_size * 20
+    samples = 512 * world_size * 40
     settings = config(
         folder.parent,
         data={"tables": tables, "train_samples": samples, "reuse_batches": 4},

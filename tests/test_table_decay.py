@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.config import ConfigError, parse_config
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.lookup.embeddings import initialise
+from dlrm_autoshard.distributed.tables.init import initialise
 from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, RowwiseAdagrad
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.optimizers import TableOptimizerConfig

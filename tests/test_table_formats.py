@@ -18,7 +18,7 @@ import dlrm_autoshard
 from dlrm_autoshard.config import TablesConfig, parse_sections
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.lookup.embeddings import initialise
+from dlrm_autoshard.distributed.tables.init import initialise
 from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, Frozen, RowwiseAdagrad
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.optimizers import TableOptimizerConfig

@@ -9,7 +9,7 @@ import torch
 
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob
-from dlrm_autoshard.distributed.lookup.embeddings import initialise
+from dlrm_autoshard.distributed.tables.init import initialise
 from dlrm_autoshard.plan import Topology, round_robin
 from tests.ranks import run_ranks
 

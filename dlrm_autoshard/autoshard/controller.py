@@ -20,7 +20,7 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.decide import History, Horizon, MoveCost, Option, decide, percent
+from dlrm_autoshard.autoshard.decide import History, Horizon, MoveCost, Option, below_min_gain, decide
 from dlrm_autoshard.autoshard.decision import Decision, Interval, moving
 from dlrm_autoshard.autoshard.last_move import LastMove
 from dlrm_autoshard.config import AutoshardConfig
@@ -146,8 +146,7 @@ class Controller:
         if not interval.early:  # few steps tell little of a move
             self._judge_last_move(task, interval)
         if balance < when.min_gain:
-            most = f"even perfect balance would save {percent(balance)}"
-            return replace(base, why=f"{most}, below min_gain {percent(when.min_gain)}")
+            return replace(base, why=below_min_gain(balance, when))
         seconds = balance * interval.step_ms / 1000 * interval.remaining_steps
         try:
             plans = self._candidates(task, plan, when, thresholds.SEARCH_SHARE * seconds)

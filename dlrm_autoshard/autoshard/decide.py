@@ -105,7 +105,7 @@ class History:
         if when.remaining <= 0:
             return "no steps are left"
         if balance < when.min_gain:
-            return f"even perfect balance would save {percent(balance)}, below min_gain {percent(when.min_gain)}"
+            return below_min_gain(balance, when)
         if seconds <= thresholds.MOVE_SECONDS:
             return f"at most {seconds:.2g} s to gain in the {when.remaining} steps left"
         if self.unjudged and whole:
@@ -186,6 +186,11 @@ def _reason_to_stay(option: Option, history: History, cost: MoveCost, when: Hori
         saved = f"{net + moving:.2g} s in the {when.steps} steps {those}"
         return f"{best}: {saved}; moving {gib(option.bytes)} takes {moving:.2g} s"
     return ""
+
+
+def below_min_gain(balance: float, when: Horizon) -> str:
+    """Says that perfect balance would save too little."""
+    return f"even perfect balance would save {percent(balance)}, below min_gain {percent(when.min_gain)}"
 
 
 def percent(part: float) -> str:

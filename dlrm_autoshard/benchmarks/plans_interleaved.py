@@ -1,7 +1,8 @@
-"""Compares plans in one job on two pinned ranks, whose tables move from plan to plan.
+"""Compares plans in one job on pinned ranks, whose tables move from plan to plan.
 
 rates = plans_interleaved(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
 rates["static"][0]                         # examples/s in the first round
+busiest_cpu(W_EMB, {"whole": whole, "rows": ranges}, ranks=4, rounds=8)["whole"][0]     # CPU seconds of a step
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -57,30 +60,50 @@ def plans_interleaved(workload: Workload, turns: Mapping[str, Turn], rounds: int
     Separate jobs minutes apart differ by a fifth on a shared machine, whatever their plans; turns of a second or so
     within one job see the same machine. A round has one turn of each; every other round has them in the opposite order.
     """
-    rates: dict[str, list[float]] = on_pinned_ranks(_rank, WORLD_SIZE, workload, dict(turns), rounds, timeout=900)[0]
-    return rates
+    steps = on_pinned_ranks(_rank, WORLD_SIZE, workload, dict(turns), rounds, True, timeout=900)[0]
+    return {name: [workload.batch_size / step.seconds for step in own] for name, own in steps.items()}
+
+
+def busiest_cpu(
+    workload: Workload, plans: Mapping[str, ShardingPlan], ranks: int, rounds: int
+) -> dict[str, list[float]]:
+    """CPU seconds of a step of the busiest rank, by plan and round. Ranks may be more than cores: waiting for others
+    costs no CPU, as vectors travel by TCP."""
+    turns = {name: Turn(plan) for name, plan in plans.items()}
+    by_rank = on_pinned_ranks(_rank, ranks, workload, turns, rounds, False, timeout=900)
+    return {
+        name: [max(step.cpu for step in own) for own in zip(*(r[name] for r in by_rank), strict=True)] for name in plans
+    }
+
+
+class _Step(NamedTuple):
+    """One of a turn's steps, on average. seconds: of the wall clock; cpu: of this rank's process."""
+
+    seconds: float
+    cpu: float
 
 
 def _rank(
-    rank: int, world_size: int, workload: Workload, turns: dict[str, Turn], rounds: int
-) -> dict[str, list[float]]:
+    rank: int, world_size: int, workload: Workload, turns: dict[str, Turn], rounds: int, shared_memory: bool
+) -> dict[str, list[_Step]]:
     keep_freed_memory()
     world = dist.group.WORLD
     assert world is not None
     plan = next(iter(turns.values())).plan
-    job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
-    rates: dict[str, list[float]] = {name: [] for name in turns}
-    with busy_neighbour(rank == world_size - 1) as busy:
+    job = OurJob(workload, plan, rank, workload.batches(rank, world_size), shared_memory=shared_memory)
+    steps: dict[str, list[_Step]] = {name: [] for name in turns}
+    with busy_neighbour(rank == world_size - 1 and any(turn.busy for turn in turns.values())) as busy:
         for number in range(-1, rounds):  # the first is a warm-up
             for name in list(turns) if number % 2 else reversed(turns):
                 reshard(job.embeddings, turns[name].plan, group=world)
                 if busy is not None:
                     busy.send_signal(signal.SIGCONT if turns[name].busy else signal.SIGSTOP)
                 job.run(STEPS_TO_SETTLE)
+                began = time.process_time()
                 seconds = job.run(STEPS)
                 if number >= 0:
-                    rates[name].append(STEPS * workload.batch_size / seconds)
-    return rates
+                    steps[name].append(_Step(seconds / STEPS, (time.process_time() - began) / STEPS))
+    return steps
 
 
 def best_of(rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> tuple[list[float], list[str]]:

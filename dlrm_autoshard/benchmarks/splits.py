@@ -15,10 +15,9 @@ from typing import Any, get_args
 
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
-from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, Turn, best_of, plans_interleaved
+from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, Turn, best_of, busiest_cpu, plans_interleaved
 from dlrm_autoshard.benchmarks.splits_auc import Adagrad, auc_of
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, dcn_by_h200, planning_seconds, planning_time
-from dlrm_autoshard.benchmarks.splits_ranks import busiest_cpu
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload, warm_planner
 from dlrm_autoshard.data.sources.movielens_fetch import fetch_movielens
 from dlrm_autoshard.errors import UserError

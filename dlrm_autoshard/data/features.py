@@ -98,6 +98,11 @@ class Features:
             table for feature, table in zip(self.features, self.table_of, strict=True) if feature.name in self.sequences
         )
 
+    @property
+    def sequence_table_names(self) -> frozenset[str]:
+        """The same by name."""
+        return frozenset(self.tables[number].name for number in self.sequence_tables)
+
     def lookup_order(self) -> list[int]:
         """Numbers of the features in their tables' `output_order`, those of one table side by side and of tables with
         sequences last: the order of lookups, whatever the plan."""

@@ -93,7 +93,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
                 optimizer=own.name,
                 decays=own.weight_decay > 0,
                 placed={shard.table for shard in map(Shard.parse, plan.rank_of)} if plan else (),
-                sequences={found.tables[number].name for number in found.sequence_tables},
+                sequences=found.sequence_table_names,
             )
             names = [table.name for table in tables if table.name not in copied]
             taken = plan or round_robin(names, Topology(runtime.world_size))
@@ -125,7 +125,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         )
         super().__init__(
             sharded,
-            StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else group),
+            StageClock(runtime.device, runtime.clock_group),
             average=average,
             columns=_columns_as_given(found.pooled, sharded.output_tables, runtime.device),
         )

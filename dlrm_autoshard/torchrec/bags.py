@@ -37,8 +37,7 @@ class TorchrecBags:
         self.sharded = sharded = ShardedModel(model, optimizer)
         self.tables, self.device, self.runtime = sharded.model_tables, sharded.device, sharded.runtime
         self.exchange_dtype, self.shared_memory = ExchangeDtypes(), False
-        group = self.runtime.control if self.device.type == "cpu" else self.runtime.group
-        self.clock = StageClock(self.device, group)
+        self.clock = StageClock(self.device, self.runtime.clock_group)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
         self._lookups: list[Lookup] = []  # of this step, so far
         for path, collection in self.sharded.collections.items():

@@ -118,7 +118,7 @@ class Job:
             self.notes.append(said)
         tables, labels, of = self.embeddings.output_tables, len(self.data.label_names), self.data.features
         model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels, of.by_sequence)
-        clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
+        clock = StageClock(runtime.device, runtime.clock_group)
         self.bags = EmbeddingBags(self.embeddings, clock, average=False, overlap=config.train.overlap)
         self.dense = DataParallelDense(
             model, config.dense_optimizer, runtime.group, runtime.device, average=False, replicas=self.bags.replicas

@@ -140,7 +140,7 @@ def replicated_of(config: Config, features: Features, ranks: int, before: Sequen
         optimizer=config.tables.optimizer.name,
         decays=config.tables.optimizer.weight_decay > 0,
         placed=placed,
-        sequences={features.tables[number].name for number in features.sequence_tables},
+        sequences=features.sequence_table_names,
     )
 
 

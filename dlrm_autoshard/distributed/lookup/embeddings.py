@@ -30,7 +30,6 @@ from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
 from dlrm_autoshard.distributed.lookup.sequences import RowsOnce, SequencePlan
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.wire import Wire
-from dlrm_autoshard.distributed.tables.init import initialise as initialise
 from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import faster_on_all
 from dlrm_autoshard.distributed.tables.storage import Storage
@@ -79,7 +78,7 @@ class ShardedEmbeddings:
         counts = self.features.counts
         shared = counts if max(counts.values()) > 1 else None
         loop = faster_on_all(id_group) if device.type == "cpu" else None
-        apart = [self.features.tables[number].name for number in self.features.sequence_tables]
+        apart = self.features.sequence_table_names
         self.storage = storage or Storage(self.tables, config, device, features=shared, plain_loop=loop, apart=apart)
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.replicas: Replicas | None = None
@@ -144,8 +143,7 @@ class ShardedEmbeddings:
     def check(self, plan: ShardingPlan) -> None:
         """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
         shard_tables(self.tables, plan)
-        apart = {self.features.tables[number].name for number in self.features.sequence_tables}
-        if refused := apart.intersection(plan.row_split_tables):
+        if refused := self.features.sequence_table_names.intersection(plan.row_split_tables):
             raise PlanError(
                 f"the plan splits table '{min(refused)}' by rows, and a sequence looks it up, which needs all "
                 "rows on one rank. Split it by columns, or set autoshard.splits.rows: never."

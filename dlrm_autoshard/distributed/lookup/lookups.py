@@ -378,7 +378,8 @@ class _Halves:
                 gradient_BD = sharded.clipping.cut(gradient_BD, margin)
                 of_sequences = sharded.clipping.cut_sequences([*of_sequences])
             if sharded.means is not None:
-                own = gradient_BD if bags.average else gradient_BD.clone()  # others may read what autograd gave
+                copied = bags.average or sharded.clipping is not None
+                own = gradient_BD if copied else gradient_BD.clone()  # others may read what autograd gave
                 gradient_BD = sharded.means.divide_(own, self.batch.lengths_TB, margin)
             pending = sharded.exchange.send_gradients(gradient_BD.contiguous(), margin)
             self._gradients = self._rows.send_gradients(of_sequences, pending)

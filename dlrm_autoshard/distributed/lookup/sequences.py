@@ -72,7 +72,7 @@ class SequencePlan:
 
     def __init__(self, exchange: Exchange) -> None:
         features = exchange.features
-        apart = {features.tables[table].name for table in features.sequence_tables}
+        apart = features.sequence_table_names
         self.exchange, self.names = exchange, features.sequences
         self.numbers = features.sequence_numbers
         self.sent_by = [[(s, f) for s, f in own if f in self.numbers] for own in exchange.owned]

@@ -171,6 +171,12 @@ class Runtime:
             raise failure
         return value
 
+    @property
+    def clock_group(self) -> dist.ProcessGroup:
+        """The group by which a `StageClock` has ranks meet: it carries tensors of the device, and none of the step's on
+        CPU."""
+        return self.control if self.device.type == "cpu" else self.group
+
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 

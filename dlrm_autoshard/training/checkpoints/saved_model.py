@@ -117,7 +117,7 @@ def saved_model(
         state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, states=states)
         saved, _ = state.load_weights(path)
         position = Position(saved.epoch, saved.sample, saved.step)
-        clock = StageClock(runtime.device, runtime.control)
+        clock = StageClock(runtime.device, runtime.clock_group)
         bags = EmbeddingBags(embeddings, clock, average=False)
         yield SavedModel(runtime, config, source, bags, model.eval(), position, labelled)
 
