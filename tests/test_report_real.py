@@ -45,25 +45,30 @@ def test_a_real_rank_with_more_lookups_is_the_one_that_others_wait_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tables go round robin: rank 1 gets the odd ones, with six times the lookups."""
-    run_ranks(train, 2, tmp_path / "run", [10, 60, 10, 60], timeout=120, cores=two_cores())
-    record = RunRecord.load(tmp_path / "run")
-    assert len(record.intervals) == 4 and record.stopped_early is None
-    for profile in record.intervals:
-        assert profile.samples >= 8
-        assert profile.accounted == pytest.approx(1.0, abs=0.03)
+    for attempt in range(3):  # machines that tests run on are shared, and a job of some seconds may be disturbed
+        run = tmp_path / f"attempt_{attempt}" / "run"
+        run.parent.mkdir()
+        run_ranks(train, 2, run, [10, 60, 10, 60], timeout=120, cores=two_cores())
+        record = RunRecord.load(run)
+        assert len(record.intervals) == 4 and record.stopped_early is None
+        for profile in record.intervals:
+            assert profile.samples >= 8
+            assert profile.accounted == pytest.approx(1.0, abs=0.03)
+        stragglers = [profile.straggler for profile in record.intervals]
+        waits = [waited_for(profile)["grad_allreduce_wait"]["rank"] for profile in record.intervals]
+        blamed_1 = [s is not None and s.rank == 1 and s.stage in ("fwd_compute", "bwd_compute") for s in stragglers]
+        if waits.count(1) >= 3 and sum(blamed_1) >= 3:
+            break
+    else:
+        pytest.fail(f"others waited for ranks {waits}, and {stragglers} were blamed, in the last of three jobs")
     compute = [sum(p.measured[rank].bwd_compute_ms + p.measured[rank].fwd_compute_ms for p in record.intervals)
                for rank in (0, 1)]  # fmt: skip
     assert compute[1] > 2 * compute[0]
-    # Machines that tests run on are shared: an epoch may be disturbed, most are not.
-    waits = [waited_for(profile)["grad_allreduce_wait"]["rank"] for profile in record.intervals]
-    assert waits.count(1) >= 3
-    stragglers = [profile.straggler for profile in record.intervals]
-    assert sum(s is not None and s.rank == 1 and s.stage in ("fwd_compute", "bwd_compute") for s in stragglers) >= 3
     blamed = next(s for s in stragglers if s is not None and s.cause == "load")
     assert {name for name, _ in blamed.tables} == {"table_1", "table_3"}
-    assert main(["report", str(tmp_path / "run")]) == 0
+    assert main(["report", str(run)]) == 0
     assert "table_1" in capsys.readouterr().out
-    assert (tmp_path / "run" / "report.html").stat().st_size > 800_000
+    assert (run / "report.html").stat().st_size > 800_000
 
 
 @pytest.mark.slow  # it needs a machine that does nothing else
