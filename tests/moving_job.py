@@ -209,10 +209,10 @@ class MovingTrainer(Trainer):
 
         self.saver.save = killed_or_saved  # type: ignore[method-assign]
 
-    def _train_step(self, ids: SentIds, *, sampled: bool) -> None:
+    def _train_step(self, ids: SentIds) -> None:
         if self._killer is not None:
             self._killer.at("step", self.job.position.step)
-        super()._train_step(ids, sampled=sampled)
+        super()._train_step(ids)
         if self.moves is not None:
             self.moves.step = self.job.position.step
         if self.job.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own

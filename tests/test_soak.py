@@ -63,8 +63,8 @@ class _Soaked(MovingTrainer):
     readings: list[tuple[int, int]]
     """(bytes of resident memory, open descriptors) every few steps."""
 
-    def _train_step(self, ids: SentIds, *, sampled: bool) -> None:
-        super()._train_step(ids, sampled=sampled)
+    def _train_step(self, ids: SentIds) -> None:
+        super()._train_step(ids)
         if self.job.position.step % _SAMPLE_EVERY == 0:
             process = psutil.Process()
             self.readings.append((int(process.memory_info().rss), process.num_fds()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
 from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, busy_neighbour
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
+from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
@@ -192,9 +194,13 @@ class _Trainer(Trainer):
 
     def __init__(self, job: Job, runtime: Runtime, run_dir: Path) -> None:
         super().__init__(job.config, runtime, run_dir)
-        self._busy_epochs = job.busy_epochs
+        data, here = self.job.data, runtime.rank == runtime.world_size - 1
+        batches = data.batches
 
-    def _train_epoch(self) -> None:
-        here = self.job.runtime.rank == self.job.runtime.world_size - 1
-        with busy_neighbour(here and self.job.position.epoch in self._busy_epochs):
-            super()._train_epoch()
+        @contextlib.contextmanager
+        def batches_beside(split: Split, epoch: int, first_sample: int = 0) -> Iterator[Loader]:
+            busy = here and split == "train" and epoch in job.busy_epochs
+            with busy_neighbour(busy), batches(split, epoch, first_sample) as loader:
+                yield loader
+
+        data.batches = batches_beside  # type: ignore[method-assign, assignment]

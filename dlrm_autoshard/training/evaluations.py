@@ -28,13 +28,25 @@ class Evaluations:
         self.metrics: Mapping[str, float] = {}
         self.step = -1
 
-    def evaluate(self, split: Split) -> None:
-        position = self._job.position
-        if self._job.data.source.num_samples(split) == 0:
+    @property
+    def due(self) -> bool:
+        """Whether to evaluate after this step: after an epoch and every so many steps; after the last one where
+        something is chosen by it."""
+        job, every = self._job, self._job.config.train.eval_every_steps
+        position = job.position
+        due = position.sample == 0 or job.out_of_steps or (every is not None and position.step % every == 0)
+        last = job.out_of_steps and not job.selection.wanted
+        return due and self.step != position.step and not last
+
+    def evaluate(self, split: Split | None = None) -> None:
+        """split: val if not said, or test where there is no val."""
+        position, source = self._job.position, self._job.data.source
+        split = split or ("val" if source.num_samples("val") else "test")
+        if source.num_samples(split) == 0:
             return
         self.metrics = self._measured(split)
         self.step = position.step
-        self._log.metrics(split, self.metrics, epoch=position.epochs_done)
+        self._log.metrics(split, self.metrics)
         where = f"step {position.step}" if position.sample else f"epoch {position.epochs_done}"
         self._log.line(f"{where}  {split}  {describe(self.metrics)}")
         if split == "val":

@@ -154,14 +154,41 @@ class Job:
             self.position = self._resume(fall_back)
         check_position(self.position, self.data.source)
         samples, first = self.data.samples, self.position.sample
+        if first == samples:  # those that were left of the epoch are there no more
+            self.position = Position(self.position.epoch + 1, 0, self.position.step)
         check_batch_norm(model, samples, first, self.data.global_batch, runtime.world_size)
         self.total_steps = self.data.count_steps(self.position)
+        self._steps_of_part = self.data.steps_of_interval(self.total_steps)
         planned = 0.0 if self.placement.result is None else self.placement.result.seconds
         self.start_seconds = {
             "joining": joined - psutil.Process().create_time(),
             "planning": planned,
             "building": time.time() - joined - planned,
         }
+
+    @property
+    def out_of_steps(self) -> bool:
+        return self.position.step >= self.total_steps
+
+    @property
+    def finished(self) -> bool:
+        return self.position.epoch >= self.config.train.epochs or self.out_of_steps or self.selection.stop
+
+    @property
+    def steps_left(self) -> int:
+        return 0 if self.selection.stop else self.total_steps - self.position.step
+
+    @property
+    def interval_due(self) -> bool:
+        """Whether an interval ends after this step: with an epoch and with the last step, and inside an epoch where
+        steps are named for it, or tables may move."""
+        position, every = self.position, self.config.autoshard.reshard.every_steps
+        if position.sample == 0 or self.out_of_steps:
+            return True
+        if every is not None:
+            return position.step % every == 0
+        in_parts = self.intervals.resharding is not None
+        return in_parts and position.sample // self.data.global_batch % self._steps_of_part == 0
 
     def _choose_replicated(self) -> tuple[str, ...]:
         before = [] if self.resumed_from is None else read_manifest(self.resumed_from).state.replicated

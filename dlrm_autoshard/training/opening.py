@@ -23,10 +23,10 @@ from dlrm_autoshard.training.job import Job
 from dlrm_autoshard.training.run_directory import changes_since_last_start
 
 
-def open_run(display: Display, job: Job, *, finished: bool) -> None:
-    """On rank 0. finished: all of it is done."""
+def open_run(display: Display, job: Job) -> None:
+    """On rank 0."""
     placement, step, run_dir = job.placement, job.position.step, job.run_dir
-    resumed = f", resumed at step {step}" + (": nothing is left to do" if finished else "") if step else ""
+    resumed = f", resumed at step {step}" + (": nothing is left to do" if job.finished else "") if step else ""
     display.line(
         f"{len(job.embeddings.features.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
         f"{job.data.global_batch} examples{resumed}; run directory {run_dir}"
@@ -58,7 +58,7 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
         splits = what_splits_would_save(result)
         if splits is not None:
             display.line(splits)
-    for doubt in [] if finished else doubts_of(job):
+    for doubt in [] if job.finished else doubts_of(job):
         display.line(doubt)
 
 

@@ -68,7 +68,8 @@ def run_job(
                 runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
                 trainer.log.write_start = partial(_write_start_again, run_dir, config, runtime.world_size, job, resume)
                 # Before it says that --resume was obeyed: a kill in between must not leave later checkpoints.
-                trainer.job.notes += runtime.from_rank_0(trainer.set_later_aside)
+                step, checkpoints = trainer.job.position.step, trainer.job.checkpoints
+                trainer.job.notes += runtime.from_rank_0(lambda: checkpoints.set_aside_after(step))
                 runtime.from_rank_0(lambda: write_job(run_dir, job, resume))
                 result = trainer.run()
         except RankFailure as failure:

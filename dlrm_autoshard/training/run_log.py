@@ -140,11 +140,10 @@ class RunLog:
     def line(self, text: str) -> None:
         self.display.line(text)
 
-    def metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """epoch: the one that training is in, if not said."""
+    def metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         position = self._job.position
         self.keep_folder()
-        self.journal.metrics(position.step, position.epoch if epoch is None else epoch, split, metrics)
+        self.journal.metrics(position.step, position.epochs_done, split, metrics)
 
     def interval(self, ended: Ended) -> None:
         """Says what was measured in it, and what was decided on that."""
@@ -154,7 +153,7 @@ class RunLog:
             self.journal.profile(record)
             self.metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
             self.line(
-                f"epoch {position.epoch}  step {position.step}  {record.throughput:,.0f} examples/s  "
+                f"epoch {position.epochs_done}  step {position.step}  {record.throughput:,.0f} examples/s  "
                 f"loss {float(self._job.dense.global_loss):.4f}"
             )
         decision = ended.decision

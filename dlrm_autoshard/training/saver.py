@@ -25,6 +25,14 @@ class Saver:
         self._job, self._log, self._watch, self._signals = job, log, watch, signals
         self._stops = job.config.checkpoint.on_error == "stop"
 
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint is to be written after this step: every so many steps and epochs, and at the end."""
+        job, every = self._job, self._job.config.checkpoint
+        by_step = every.every_steps is not None and job.position.step % every.every_steps == 0
+        by_epoch = job.position.sample == 0 and job.position.epoch % every.every_epochs == 0
+        return by_step or by_epoch or job.finished or job.dense.stop_agreed
+
     def save(self) -> None:
         """Unless this step's is there: what was evaluated since is evaluated again by whoever goes on from it."""
         job = self._job

@@ -59,6 +59,12 @@ class Position:
     sample: int = 0
     step: int = 0
 
+    def advance(self, samples: int, epoch_samples: int) -> None:
+        """Counts a step of so many samples; after the last of an epoch's the next epoch begins."""
+        self.step, self.sample = self.step + 1, self.sample + samples
+        if self.sample >= epoch_samples:
+            self.epoch, self.sample = self.epoch + 1, 0
+
     @property
     def epochs_done(self) -> int:
         """The number of the epoch that training is in, or that has just ended."""

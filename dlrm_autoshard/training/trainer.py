@@ -1,19 +1,19 @@
-"""Training: `Trainer.run` and `_train_epoch` are its rhythm, and its parts say the rest.
+"""The training loop: `Trainer.run`, whose parts say themselves when they are due.
 
 result = Trainer(config, runtime, run_dir).run()
 
-Reading order: run_job.py -> `Trainer.run` -> `_train_epoch` -> `_train_step` -> distributed/step.py. A job's parts are
-built in job.py; timetable.py says what is due when.
+Reading order: run_job.py -> `Trainer.run` -> `_train_step` -> distributed/step.py. What a job is made of is built in
+job.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_autoshard.config import Config
+from dlrm_autoshard.config import Config, ScheduleConfig
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.distributed.lookup.lookups import SentIds
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -30,7 +30,6 @@ from dlrm_autoshard.training.random_state import random_state, restore_random_st
 from dlrm_autoshard.training.run_log import RunLog
 from dlrm_autoshard.training.saver import Saver
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
-from dlrm_autoshard.training.timetable import Timetable, lr_scale
 
 
 @dataclass(frozen=True)
@@ -71,65 +70,44 @@ class Trainer:
         self.watch = LossWatch(runtime, job.step, job.state)
         self.saver = Saver(job, self.log, self.watch, self.signals)
         self.evaluations = Evaluations(job, self.log, self.saver, self.signals)
-        self.timetable = Timetable(job, self.evaluations)
-
-    # -- the rhythm --------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
-        """All epochs that are left, an evaluation after each, the test split's at the end."""
-        position, due, evaluations = self.job.position, self.timetable, self.evaluations
-        try:
-            with self.log.display, self.log.timed("total"):
-                self._begin()
-                while not due.finished:
-                    with self.signals.postponed():
-                        self._train_epoch()
-                        self.saver.end_if_asked()
-                        if due.evaluation_due:
-                            evaluations.evaluate(due.split_between_epochs)
-                evaluations.evaluate("test")
-                self.saver.finish()
-                self.best_on_test = evaluations.evaluate_best()
-        except Stopped as stopped:
-            newest = self.job.checkpoints.newest()
-            saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
-            raise Stopped(stopped.number, f"after step {position.step}. {saved}") from None
-        return TrainResult(position.step, evaluations.metrics, self.job.run_dir)
+        """Trains to the job's end, with an evaluation after each epoch, and at last one on the test split."""
+        job, log, saver, evaluations = self.job, self.log, self.saver, self.evaluations
+        position, intervals = job.position, job.intervals
+        with self._told_how_far(), log.display, log.timed("total"):
+            self._begin()
+            while not job.finished:
+                with self.signals.postponed(), job.data.batches("train", position.epoch, position.sample) as loader:
+                    intervals.begin(position.step)
+                    for batch, ids in job.bags.ahead(loader, lambda batch: batch):
+                        self._train_step(ids)
+                        intervals.after_step(
+                            position.epochs_done, position.step, batch.size, job.steps_left,
+                            whole=job.interval_due, tell=log.interval,
+                        )  # fmt: skip
+                        if saver.due:
+                            saver.save()
+                        if position.sample == 0 or job.finished or job.dense.stop_agreed:
+                            saver.end_if_asked()
+                        if evaluations.due:
+                            evaluations.evaluate()
+                        if job.finished:
+                            break
+                    if position.step > intervals.first_step:  # evaluations have ended the job amid an interval
+                        intervals.end(position.epochs_done, position.step, job.steps_left, tell=log.interval)
+                        saver.save()
+            evaluations.evaluate("test")
+            saver.finish()
+            self.best_on_test = evaluations.evaluate_best()
+        return TrainResult(position.step, evaluations.metrics, job.run_dir)
 
-    def _train_epoch(self) -> None:
-        """From the current position to the epoch's end, or to where the job ends before."""
-        job, due = self.job, self.timetable
-        position, intervals, samples = job.position, job.intervals, job.data.samples
-        with job.data.batches("train", position.epoch, position.sample) as loader:
-            batches = job.bags.ahead(loader, lambda batch: batch)
-            intervals.begin(position.step)
-            for batch, ids in batches:
-                self._train_step(ids, sampled=due.batch_is_whole and intervals.is_sampled(position.step))
-                inside = position.sample < samples
-                intervals.after_step(
-                    position.epoch, position.step, batch.size, due.steps_left,
-                    whole=not inside or due.interval_due, tell=self.log.interval,
-                )  # fmt: skip
-                if inside and due.checkpoint_due:
-                    self.saver.save()
-                if inside and not due.out_of_steps and due.evaluation_due:
-                    self.evaluations.evaluate(due.split_between_epochs)
-                if due.finished or job.dense.stop_agreed:
-                    break
-        whole = position.sample >= samples
-        stopped = not (whole or due.finished)
-        if position.step > intervals.first_step and not stopped:
-            intervals.end(position.epoch, position.step, due.steps_left, tell=self.log.interval)
-        if whole:
-            position.epoch, position.sample = position.epoch + 1, 0
-        if stopped or due.checkpoint_due_after_epoch:
-            self.saver.save()
-
-    def _train_step(self, ids: SentIds, *, sampled: bool) -> None:
-        """A step, and what follows from its loss: where it is not finite, nothing is learned if such batches are left
-        out."""
+    def _train_step(self, ids: SentIds) -> None:
+        """Trains on a batch, and looks at its loss: where that is not finite, leaves it out or ends the job."""
         job, log, watch = self.job, self.log, self.watch
         config, position, batch = job.config, job.position, ids.batch
+        whole = position.sample + job.data.global_batch <= job.data.samples  # times of a smaller one say nothing
+        sampled = whole and job.intervals.is_sampled(position.step)
         scale = lr_scale(position.step, config.schedule)
         tracing = position.step in config.profile.trace_steps
         trace = job.run_dir / "traces" / f"step_{position.step:08d}_rank_{job.runtime.rank:05d}.json"
@@ -144,8 +122,7 @@ class Trainer:
                 job.clock.forget_last()  # the profiler's own time is in it
         except NotFinite:
             left_out = True
-        position.sample += batch.global_size
-        position.step += 1
+        position.advance(batch.global_size, job.data.samples)
         logging = position.step % config.train.log_every_steps == 0
         if left_out:
             log.metrics("train", {"skipped_not_finite": 1.0})
@@ -164,19 +141,17 @@ class Trainer:
                 log.metrics("train", {name: loss, "examples_per_second": speed})
         log.display.step(loss)
 
-    # -- before it and after it --------------------------------------------------------------------------------------
-
     def _begin(self) -> None:
         job = self.job
         job.notes += job.runtime.from_rank_0(self._forget_what_comes_again)
         if job.runtime.rank == 0:
-            open_run(self.log.display, job, finished=self.timetable.finished)
+            open_run(self.log.display, job)
         for note in job.notes:
             self.log.line(note)
         if job.resumed_from is None and job.config.checkpoint.initial:
             self.saver.save()  # so that there is always a good one to name and to go back to
-        if job.position.step and self.timetable.evaluation_due:  # after its checkpoint: a kill may have come between
-            self.evaluations.evaluate(self.timetable.split_between_epochs)
+        if job.position.step and self.evaluations.due:  # after its checkpoint: a kill may have come between
+            self.evaluations.evaluate()
         else:
             self.evaluations.know_best_again()
 
@@ -185,13 +160,29 @@ class Trainer:
         job = self.job
         forget_after(job.run_dir, -1 if job.resumed_from is None else job.position.step)
         (job.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
-        return self.set_later_aside()
+        return job.checkpoints.set_aside_after(job.position.step)
 
-    def set_later_aside(self) -> list[str]:
-        """Checkpoints of steps that are to come. On rank 0; sentences to say of them."""
-        return self.job.checkpoints.set_aside_after(self.job.position.step)
+    @contextmanager
+    def _told_how_far(self) -> Iterator[None]:
+        """Whoever stops the job hears after which step, and what continues it."""
+        try:
+            yield
+        except Stopped as stopped:
+            newest = self.job.checkpoints.newest()
+            saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
+            raise Stopped(stopped.number, f"after step {self.job.position.step}. {saved}") from None
 
     def write_report(self) -> None:
         """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
         with self.signals.postponed():
             self.log.finish(self.best_on_test)
+
+
+def lr_scale(step: int, config: ScheduleConfig) -> float:
+    """Factor on the configured learning rate at `step`, counted from 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay_steps == 0 or step < config.decay_start_step:
+        return 1.0
+    done = min((step - config.decay_start_step) / config.decay_steps, 1.0)
+    return config.end_lr_ratio + (1.0 - config.end_lr_ratio) * (1.0 - done) ** config.decay_power
