@@ -26,7 +26,7 @@ from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.optimizers import TableOptimizerConfig
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Pooling, TableConfig
-from dlrm_autoshard.training.checkpoints.manifest import ALGORITHM, Manifest, SavedState, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import Manifest, SavedState, read_manifest
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors, write_tensors
 
 LR, EPS, STEPS = 0.1, 1e-8, 3
@@ -302,5 +302,5 @@ def _save(bags: ShardedEmbeddingBags | None, folder: Path, rank: int, plan: Shar
     if rank == 0:
         files = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
         state, merged = SavedState(step=step, plan=plan.to_json()), {k: v for own in everyone for k, v in own.items()}
-        (folder / "manifest.json").write_bytes(Manifest.of(state, ALGORITHM, files, "", merged).to_bytes())
+        (folder / "manifest.json").write_bytes(Manifest.of(state, files, "", merged).to_bytes())
     dist.barrier()

@@ -136,7 +136,7 @@ def test_what_is_no_json_is_a_sentence(content: bytes, tmp_path: Path) -> None:
     checkpoint.mkdir()
     (checkpoint / EXTRA).write_bytes(content)
     manifest = Manifest.model_validate(
-        {"schema": 4, "state": {"step": 1}, "algorithm": "crc32", "files": {EXTRA: len(content)},
+        {"schema": 4, "state": {"step": 1}, "algorithm": "xxh3_64", "files": {EXTRA: len(content)},
          "extra": bytes_digest(content), "tensors": {}}
     )  # fmt: skip
     (checkpoint / MANIFEST).write_bytes(manifest.to_bytes())

@@ -14,7 +14,7 @@ from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.training.checkpoints.manifest import ALGORITHM, Manifest, SavedState, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import Manifest, SavedState, read_manifest
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors, write_tensors
@@ -46,7 +46,7 @@ def test_it_is_planned_trained_resumed_evaluated_and_exported_with_no_setting(tm
     (tmp_path / "split" / "config.yaml").write_text(twice.to_yaml())
     with saved_model(tmp_path / "split") as model:
         assert torch.equal(model.bags.sharded.storage.tensors("big")["weight"], found["tables.big.weight"])
-        weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.source.tables)
+        weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.data.source.tables)
     assert torch.equal(dict(weights.tensors())["tables.big.weight"], found["tables.big.weight"])
     assert np.allclose(predicted(tmp_path / "split", 1), predicted(tmp_path / "split", 2), atol=1e-6)
 
@@ -95,7 +95,7 @@ def phases(rank: int, world_size: int, folder: str) -> dict[str, int]:
     if rank == 0:
         files = {file.name: file.stat().st_size for file in path.glob("*.bin")}
         merged = {key: value for own in saved for key, value in own.items()}  # type: ignore[attr-defined]
-        manifest = Manifest.of(SavedState(step=1, plan=OTHERS.to_json()), ALGORITHM, files, "", merged)
+        manifest = Manifest.of(SavedState(step=1, plan=OTHERS.to_json()), files, "", merged)
         (path / "manifest.json").write_bytes(manifest.to_bytes())
     torch.distributed.barrier()
     tensors.clear()

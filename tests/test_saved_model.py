@@ -109,7 +109,7 @@ def test_a_trained_model_takes_no_memory_for_its_optimizer(run: Path) -> None:
     """And one whose optimizer is for GPUs alone can be looked at on a CPU."""
     with saved_model(run, splits=["test"]) as saved:
         tables = saved.bags.sharded.storage
-        assert {key for table in saved.source.tables for key in tables.tensors(table.name)} == {"weight"}
+        assert {key for table in saved.data.source.tables for key in tables.tensors(table.name)} == {"weight"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -216,7 +216,7 @@ def test_weights_are_exported_by_name(run: Path, tmp_path: Path) -> None:
     assert arrays["tables.item.weight"].shape == (2000, 8)
     assert np.array_equal(arrays["tables.item.weight"], state["embedding_bags.item.weight"].numpy())
     with saved_model(run) as saved:
-        for table in saved.source.tables:
+        for table in saved.data.source.tables:
             weight = saved.bags.sharded.storage.tensors(table.name)["weight"]
             assert np.array_equal(arrays[f"tables.{table.name}.weight"], weight.numpy())
         dense = saved.dense.state_dict()

@@ -80,7 +80,7 @@ def test_evaluations_within_an_epoch_change_no_bit_and_the_best_checkpoint_outli
         found = saved.logits("val")
     assert found is not None
     again = binary_metrics(*found)
-    assert saved.position.step == best["step"] and again["auc"] == pytest.approx(best["auc"], abs=1e-6)
+    assert saved.step == best["step"] and again["auc"] == pytest.approx(best["auc"], abs=1e-6)
     assert run_and_checkpoint(str(checkpoints / "best")) == (str(tmp_path / "often"), checkpoints / name)
 
 

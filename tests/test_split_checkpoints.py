@@ -17,7 +17,6 @@ from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.training.checkpoints import tensor_file
 from dlrm_autoshard.training.checkpoints.manifest import (
-    ALGORITHM,
     SCHEMA,
     DamagedCheckpoint,
     Manifest,
@@ -48,7 +47,7 @@ def saved_by(plan: ShardingPlan, folder: Path, rows: dict[str, Tensor]) -> Manif
     for rank in range(plan.world_size):
         saved |= write_tensors(folder / f"rank_{rank:05d}.bin", values_of(plan, rank, rows))
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    manifest = Manifest.of(SavedState(step=3, plan=plan.to_json()), ALGORITHM, files, "", saved)
+    manifest = Manifest.of(SavedState(step=3, plan=plan.to_json()), files, "", saved)
     (folder / "manifest.json").write_bytes(manifest.to_bytes())
     return read_manifest(folder)
 

@@ -54,7 +54,7 @@ def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_p
         for table in TABLES:
             weight = model.bags.sharded.storage.tensors(table["name"])["weight"]
             assert torch.equal(weight, whole(unsplit)[f"tables.{table['name']}.weight"])
-        weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.source.tables)
+        weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.data.source.tables)
     exported = {name: tensor for name, tensor in weights.tensors() if name.startswith("tables.")}
     assert exported and all(torch.equal(tensor, whole(unsplit)[name]) for name, tensor in exported.items())
     alone, shared = (predicted(tmp_path / "split", ranks) for ranks in (1, 3))  # by 3 under OTHER

@@ -76,7 +76,6 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
 @on_ranks
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.data.batch import label_names_of
     from dlrm_autoshard.training.checkpoints.saved_model import saved_model
     from dlrm_autoshard.training.display import describe
     from dlrm_autoshard.training.evaluation import metrics_of
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, splits=[arguments.split], device=device, trust=arguments.trust) as saved:
         found = saved.logits(arguments.split, quiet=arguments.json)
-        names, step = label_names_of(saved.source), saved.position.step
+        names, step = saved.data.label_names, saved.step
     if found is None:
         return 0
     metrics = metrics_of(*found, names)
@@ -100,14 +99,13 @@ def run_predict(arguments: argparse.Namespace) -> int:
     """Writes a probability a sample and label."""
     import numpy as np
 
-    from dlrm_autoshard.data.batch import label_names_of
     from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 
     check_out(arguments.out)
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     splits, trust = [arguments.split], arguments.trust
     with saved_model(*model, labelled=False, splits=splits, device=device, trust=trust) as saved:
-        found, labels = saved.logits(arguments.split), label_names_of(saved.source)
+        found, labels = saved.logits(arguments.split), saved.data.label_names
     if found is None:
         return 0
     logits, _ = found

@@ -21,14 +21,22 @@ from dlrm_autoshard.training.state import Position, in_trained_order
 class TrainingData:
     """global_batch: samples that one step takes, over all ranks."""
 
-    def __init__(self, source: DataSource, config: Config, runtime: Runtime, checkpoint: Path | None = None) -> None:
-        """checkpoint: whose order of columns is kept."""
+    def __init__(
+        self,
+        source: DataSource,
+        config: Config,
+        runtime: Runtime,
+        checkpoint: Path | None = None,
+        *,
+        labelled: bool = True,
+    ) -> None:
+        """checkpoint: whose order of columns is kept. labelled: False where nobody reads labels."""
         self.source, self.columns = in_trained_order(source, config.tables.shared, checkpoint)
         self.reordered = self.source is not source
         self.features = Features.of(self.source.tables, config.tables.shared, config.tables.sequences)
         self.label_names = label_names_of(self.source)
         self.global_batch = config.train.batch_size * runtime.world_size
-        self._config, self._runtime, self._reading = config, runtime, Lock()
+        self._config, self._runtime, self._labelled, self._reading = config, runtime, labelled, Lock()
 
     @property
     def samples(self) -> int:
@@ -68,6 +76,7 @@ class TrainingData:
             on_bad_id=data.on_bad_id,
             cores=runtime.loader_cores,
             pin=runtime.device.type == "cuda",
+            labelled=self._labelled,
             finite=split != "train" or train.on_nan == "stop",
             reading=self._reading,
         )

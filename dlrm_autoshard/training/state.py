@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints, on_all_ranks
 from dlrm_autoshard.training.checkpoints.folder import step_of
 from dlrm_autoshard.training.checkpoints.manifest import (
     EXTRA,
@@ -73,17 +73,15 @@ class Position:
 
 @dataclass
 class TrainingState:
-    """Every method is a collective. columns: of the data, in the model's order. states: the
-    shapes of each table's optimizer state in checkpoints, where only weights are loaded."""
+    """Every method is a collective. columns: of the data, in the model's order."""
 
     runtime: Runtime
     checkpoints: Checkpoints
     embeddings: ShardedEmbeddings
     dense: DataParallelDense
     columns: Columns
-    intervals: Intervals | None
-    selection: Selection = field(default_factory=Selection)
-    states: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
+    intervals: Intervals
+    selection: Selection
 
     def __post_init__(self) -> None:
         """_masks: buffers and frozen weights that hold infinities as the model makes them, as attention masks do."""
@@ -105,7 +103,7 @@ class TrainingState:
         extra: dict[str, Any] = {
             "random": self.runtime.gather(random_state(self.runtime.device)),
             "selection": self.selection.state_dict(),
-            **({} if self.intervals is None else self.intervals.state_dict()),
+            **self.intervals.state_dict(),
         }
         elsewhere = {} if self.runtime.rank == 0 else self._on_every_rank()
         own = {name: value for name, value in self.tensors().items() if name not in elsewhere}
@@ -122,7 +120,7 @@ class TrainingState:
     def resume(self, checkpoint: Path) -> Position:
         state, extra = self.load_weights(checkpoint)
         best = self.runtime.broadcast(self.checkpoints.best())
-        self.checkpoints.on_all_ranks(lambda: self._remember(checkpoint, state, extra, best))
+        on_all_ranks(self.runtime, lambda: self._remember(checkpoint, state, extra, best))
         return Position(state.epoch, state.sample, state.step)
 
     def _remember(self, checkpoint: Path, saved: SavedState, extra: Any, best: Path | None) -> None:
@@ -132,7 +130,7 @@ class TrainingState:
             record = checked(ExtraRecord, extra, extra="ignore")
             for state in record["random"]:
                 check_random_state(state)
-            if self.intervals is not None and learned:
+            if learned:
                 self.intervals.load_state_dict(extra)
             self.selection.load_state_dict(record.get("selection", {}), None if best is None else step_of(best))
             if self.runtime.rank < len(record["random"]):
@@ -181,8 +179,7 @@ class TrainingState:
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
         for table in self.embeddings.features.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
-            kept = table.state_shapes(self.embeddings.config.optimizer.name)
-            for state, shape in (kept if self.states is None else self.states[table.name]).items():
+            for state, shape in table.state_shapes(self.embeddings.config.optimizer.name).items():
                 shapes[f"tables.{table.name}.{state}"] = shape
         return shapes
 

@@ -26,7 +26,6 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, remove, sync
 from dlrm_autoshard.training.checkpoints.manifest import (
-    ALGORITHM,
     EXTRA,
     MANIFEST,
     CheckpointError,
@@ -35,8 +34,8 @@ from dlrm_autoshard.training.checkpoints.manifest import (
     SavedTensor,
     bytes_digest,
     check_columns,
+    check_dtypes,
     check_shapes,
-    name_and_shard,
     read_extra,
     read_manifest,
 )
@@ -172,30 +171,25 @@ class Checkpoints(CheckpointFolder):
             manifest = read_manifest(path)
             check_shapes(path, manifest.shapes(), shapes)
             check_columns(path, manifest.state.columns, columns)
-            for key, tensor in tensors.items():
-                name, _ = name_and_shard(key)
-                if str(tensor.dtype) != f"torch.{manifest.tensors[name].dtype}":
-                    raise CheckpointError(
-                        f"checkpoint '{path}' is of another model: {name} is {manifest.tensors[name].dtype}, the "
-                        f"model's is {str(tensor.dtype).removeprefix('torch.')}. Nothing was loaded."
-                    )
+            check_dtypes(path, manifest.tensors, tensors)
             return manifest, read_extra(path, manifest)
 
-        manifest, extra = self.on_all_ranks(check)
-        self.on_all_ranks(lambda: read_tensors(path, manifest, tensors))
+        manifest, extra = on_all_ranks(self._ranks, check)
+        on_all_ranks(self._ranks, lambda: read_tensors(path, manifest, tensors))
         return manifest.state, extra
 
-    def on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Its result here; where it fails on any rank, the first such rank's error on every one."""
-        result, failure = None, None
-        try:
-            result = action()
-        except UserError as error:
-            failure = error
-        failures = [error for error in self._ranks.all_gather(failure) if error is not None]
-        if failures:
-            raise failures[0]
-        return result  # type: ignore[return-value]
+
+def on_all_ranks(ranks: Runtime, action: Callable[[], T]) -> T:
+    """Returns its result here; where it fails on any rank, raises the first such rank's error on every one."""
+    result, failure = None, None
+    try:
+        result = action()
+    except UserError as error:
+        failure = error
+    failures = [error for error in ranks.all_gather(failure) if error is not None]
+    if failures:
+        raise failures[0]
+    return result  # type: ignore[return-value]
 
 
 def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str, SavedTensor]]) -> Manifest:
@@ -210,4 +204,4 @@ def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str
             what = "no such file" if found is None else f"{found} bytes"
             raise OSError(0, f"rank {rank} has written {sizes[name]} bytes to '{name}', rank 0 sees {what}")
         tensors = own | tensors  # the lowest rank's, where several have one
-    return Manifest.of(state, ALGORITHM, sizes, bytes_digest(extra), tensors)
+    return Manifest.of(state, sizes, bytes_digest(extra), tensors)

@@ -17,11 +17,9 @@ from torch import Tensor
 from dlrm_autoshard import plug_in
 from dlrm_autoshard.autoshard.initial_plan import find_topology
 from dlrm_autoshard.config import AutoshardConfig, Config, TableOptimizerConfig, load_config
-from dlrm_autoshard.data.batch import DataSource, Split, label_names_of
+from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.data.features import Features
-from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -33,10 +31,13 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan, Splits, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
-from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.checkpoints.checkpoint import on_all_ranks
+from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder
+from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
+from dlrm_autoshard.training.data import TrainingData
 from dlrm_autoshard.training.evaluation import gathered_logits
 from dlrm_autoshard.training.run_directory import CONFIG, check_run
-from dlrm_autoshard.training.state import Position, TrainingState, in_trained_order, plan_of
+from dlrm_autoshard.training.state import plan_of
 
 
 @dataclass(frozen=True)
@@ -45,36 +46,20 @@ class SavedModel:
 
     runtime: Runtime
     config: Config
-    source: DataSource
+    data: TrainingData
     bags: EmbeddingBags
     dense: DenseArch
-    position: Position
-    labelled: bool
+    step: int
 
     def logits(self, split: Split, *, quiet: bool = False) -> tuple[Tensor, Tensor] | None:
         """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order, on rank 0. A
         collective. quiet: rank 0 does not show how far it is."""
-        samples = self.source.num_samples(split)
-        if samples == 0:
+        if self.data.source.num_samples(split) == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
-        batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
-        bf16, data, runtime = self.config.train.dense_dtype == "bf16", self.config.data, self.runtime
-        with Loader(
-            self.source,
-            split,
-            0,
-            batch_size,
-            runtime.rank,
-            runtime.world_size,
-            prefetch_batches=data.prefetch_batches,
-            threads=reader_threads(data.reader_threads, runtime.device, runtime.local_world_size),
-            on_bad_id=data.on_bad_id,
-            cores=runtime.loader_cores,
-            labelled=self.labelled,
-        ) as batches:
-            count = -(-samples // (batch_size * runtime.world_size))
-            shown = tracked(batches, count, f"batches of {split}", quiet=quiet or runtime.rank > 0)
-            return gathered_logits(self.dense, self.bags, shown, runtime, autocast=bf16)
+        with self.data.batches(split, epoch=0) as batches:
+            shown = tracked(batches, len(batches), f"batches of {split}", quiet=quiet or self.runtime.rank > 0)
+            bf16 = self.config.train.dense_dtype == "bf16"
+            return gathered_logits(self.dense, self.bags, shown, self.runtime, autocast=bf16)
 
 
 @contextmanager
@@ -98,9 +83,9 @@ def saved_model(
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
     tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
-        checkpoints = Checkpoints(run / "checkpoints", runtime)
-        path = runtime.from_rank_0(lambda: checkpoints.asked_for(checkpoint))
-        source, columns = in_trained_order(source, config.tables.shared, path)
+        path = runtime.from_rank_0(lambda: CheckpointFolder(run / "checkpoints").asked_for(checkpoint))
+        loaded = TrainingData(source, config, runtime, path, labelled=labelled)
+        source = loaded.source
         plain = [replace(table, optimizer=None) for table in source.tables]
         features = Features.of(plain, config.tables.shared, config.tables.sequences)
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
@@ -109,17 +94,14 @@ def saved_model(
             features, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
             device=runtime.device, initial_values=False,
         )  # fmt: skip
-        labels = len(label_names_of(source))
-        model = make_model(source.num_dense, embeddings.output_tables, config.model, 0, labels, features.by_sequence)
-        dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
-        trained, optimizer = Features.of(source.tables, config.tables.shared).tables, config.tables.optimizer.name
-        states = {table.name: table.state_shapes(optimizer) for table in trained}
-        state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, states=states)
-        saved, _ = state.load_weights(path)
-        position = Position(saved.epoch, saved.sample, saved.step)
-        clock = StageClock(runtime.device, runtime.clock_group)
-        bags = EmbeddingBags(embeddings, clock, average=False)
-        yield SavedModel(runtime, config, source, bags, model.eval(), position, labelled)
+        labels, outputs = len(loaded.label_names), embeddings.output_tables
+        model = make_model(source.num_dense, outputs, config.model, 0, labels, features.by_sequence).to(runtime.device)
+        shards = {name: embeddings.storage.tensors(name)["weight"] for name in plan.tables_on(runtime.rank)}
+        weights = on_all_ranks(runtime, lambda: SavedWeights.open(path, features.tables))
+        on_all_ranks(runtime, lambda: weights.load(model, shards))
+        embeddings.storage.overwritten()
+        bags = EmbeddingBags(embeddings, StageClock(runtime.device, runtime.clock_group), average=False)
+        yield SavedModel(runtime, config, loaded, bags, model.eval(), weights.step)
 
 
 def config_of(run: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Config:

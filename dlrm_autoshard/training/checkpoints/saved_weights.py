@@ -6,7 +6,7 @@ for name, tensor in weights.tensors(): ...                # tables.item.weight, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, Manifest, check_shapes, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import (
+    CheckpointError,
+    Manifest,
+    check_dtypes,
+    check_shapes,
+    read_manifest,
+)
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors
 
 DENSE, BUFFERS = "dense.", "dense_buffers."
@@ -61,8 +67,9 @@ class SavedWeights:
         """Returns the weights of a table, all of its columns."""
         return self._read(self.tables[name])
 
-    def load(self, dense: nn.Module) -> None:
-        """Fills the dense part's parameters and buffers. CheckpointError where it is of another model."""
+    def load(self, dense: nn.Module, shards: Mapping[str, Tensor] | None = None) -> None:
+        """Fills the dense part's parameters and buffers, and shards' weights by their names, in place. CheckpointError
+        where one is of another model."""
         kept = dense.state_dict().keys()
         wanted: dict[str, Tensor] = {f"{DENSE}{name}": parameter for name, parameter in dense.named_parameters()}
         wanted |= {f"{BUFFERS}{name}": buffer for name, buffer in dense.named_buffers() if name in kept}
@@ -72,6 +79,9 @@ class SavedWeights:
             if name.startswith((DENSE, BUFFERS))
         }
         check_shapes(self.path, saved, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+        tables = {f"tables.{name}.weight": weight for name, weight in (shards or {}).items()}
+        check_dtypes(self.path, self.manifest.tensors, tables)
+        read_tensors(self.path, self.manifest, tables)
         with torch.no_grad():
             for name, tensor in wanted.items():
                 tensor.copy_(self._read(name))

@@ -127,7 +127,7 @@ def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) 
 
         def read(chunk: Chunk, into: Tensor | _Cut) -> None:
             part = into if isinstance(into, Tensor) else torch.empty(chunk.bytes, dtype=torch.uint8)
-            _read(path, manifest, files[chunk.file], chunk, part)
+            _read(path, files[chunk.file], chunk, part)
             if isinstance(into, _Cut):
                 into.put(part)
 
@@ -192,7 +192,7 @@ def _area(shard: Shard) -> int:
     return (shard.rows[1] - shard.rows[0]) * _width(shard)
 
 
-def _read(path: Path, manifest: Manifest, descriptor: int, chunk: Chunk, part: Tensor) -> None:
+def _read(path: Path, descriptor: int, chunk: Chunk, part: Tensor) -> None:
     host = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
 
     def fill(start: int, block: memoryview) -> None:
@@ -203,7 +203,7 @@ def _read(path: Path, manifest: Manifest, descriptor: int, chunk: Chunk, part: T
             block, start = block[count:], start + count
 
     try:
-        digest = digest_of(memoryview(host.numpy().data), fill, manifest.algorithm)
+        digest = digest_of(memoryview(host.numpy().data), fill)
     except OSError as error:
         raise DamagedCheckpoint(f"checkpoint file '{path / chunk.file}': {error.strerror}.") from error
     if digest != chunk.digest:
