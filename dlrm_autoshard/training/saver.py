@@ -1,6 +1,6 @@
 """When and how a job keeps checkpoints: as its config asks for them, whole, and of weights that are good.
 
-saver = Saver(job, log, watch, signals)
+saver = Saver(job, log, signals)
 saver.save()                            # unless this step's checkpoint is there
 """
 
@@ -13,7 +13,6 @@ from dlrm_autoshard.training.checkpoints.folder import step_of
 from dlrm_autoshard.training.checkpoints.manifest import CheckpointError
 from dlrm_autoshard.training.display import LOG
 from dlrm_autoshard.training.job import Job
-from dlrm_autoshard.training.loss_watch import LossWatch
 from dlrm_autoshard.training.run_log import RunLog
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 
@@ -21,8 +20,8 @@ from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 class Saver:
     """Every method is a collective."""
 
-    def __init__(self, job: Job, log: RunLog, watch: LossWatch, signals: StopSignals) -> None:
-        self._job, self._log, self._watch, self._signals = job, log, watch, signals
+    def __init__(self, job: Job, log: RunLog, signals: StopSignals) -> None:
+        self._job, self._log, self._signals = job, log, signals
         self._stops = job.config.checkpoint.on_error == "stop"
 
     @property
@@ -42,7 +41,6 @@ class Saver:
                 self.finish()
                 newest = job.checkpoints.latest()
                 if newest is None or step_of(newest) != job.position.step:
-                    self._watch.compare_replicas(job.position.step)  # what is saved as good is good
                     self._written(lambda: job.state.save(job.position))
 
     def save_this_step(self) -> None:

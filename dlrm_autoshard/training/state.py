@@ -88,6 +88,7 @@ class TrainingState:
         self._masks = {name for name, value in self.dense.untrained() if not all_finite(value)}
 
     def save(self, position: Position) -> None:
+        self.compare_copies(position.step)  # what is saved as good is good
         self.dense.broadcast_buffers()  # all go on with what is saved
         self._check_weights(position)
         state = SavedState(
@@ -142,6 +143,18 @@ class TrainingState:
             raise DamagedCheckpoint(
                 f"checkpoint file '{checkpoint / EXTRA}' holds what no job of this version writes: {said[:500]}"
             ) from error
+
+    def compare_copies(self, steps_done: int) -> None:
+        """TrainError where what all ranks have a copy of is not the same on all, bit by bit."""
+        fingerprints = self.runtime.all_gather(self.dense.fingerprint())
+        other = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+        if other:
+            copies = "" if self.embeddings.replicas is None else ", or copies of tables,"
+            raise TrainError(
+                f"the dense weights{copies} of rank(s) {', '.join(map(str, other))} are not those of rank 0 after step "
+                f"{steps_done - 1}: a rank's memory or arithmetic is at fault, or the model's code changes them on one "
+                f"rank only. {self.last_checkpoint(steps_done)}"
+            )
 
     def last_good(self, before: int) -> str:
         """A sentence: the newest checkpoint of a step below `before`, and what to try."""

@@ -8,6 +8,7 @@ job.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.training.callbacks import Callback, Factory, find_callbacks
-from dlrm_autoshard.training.evaluations import Evaluations
+from dlrm_autoshard.training.evaluation import Evaluations
 from dlrm_autoshard.training.job import Job
-from dlrm_autoshard.training.loss_watch import LossWatch
 from dlrm_autoshard.training.opening import open_run
 from dlrm_autoshard.training.random_state import random_state, restore_random_state
 from dlrm_autoshard.training.run_log import RunLog
 from dlrm_autoshard.training.saver import Saver
+from dlrm_autoshard.training.state import TrainError
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
+
+_MOST_LEFT_OUT = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Trainer:
     """A job that runs, and its parts: what it says, when it saves and evaluates, whether its loss is finite."""
 
     best_on_test: Mapping[str, float] | None = None
+    _left_out = 0
+    """Batches in a row that nothing was learned from."""
 
     def __init__(
         self,
@@ -67,8 +72,7 @@ class Trainer:
         runtime.from_rank_0(lambda: callbacks.extend(make(run_dir, config) for make in factories))
         restore_random_state(random, runtime.device)  # whatever they drew: they are made anew at each start
         self.log = RunLog(job, callbacks)
-        self.watch = LossWatch(runtime, job.step, job.state)
-        self.saver = Saver(job, self.log, self.watch, self.signals)
+        self.saver = Saver(job, self.log, self.signals)
         self.evaluations = Evaluations(job, self.log, self.saver, self.signals)
 
     def run(self) -> TrainResult:
@@ -104,7 +108,7 @@ class Trainer:
 
     def _train_step(self, ids: SentIds) -> None:
         """Trains on a batch, and looks at its loss: where that is not finite, leaves it out or ends the job."""
-        job, log, watch = self.job, self.log, self.watch
+        job, log = self.job, self.log
         config, position, batch = job.config, job.position, ids.batch
         whole = position.sample + job.data.global_batch <= job.data.samples  # times of a smaller one say nothing
         sampled = whole and job.intervals.is_sampled(position.step)
@@ -114,32 +118,43 @@ class Trainer:
         job.dense.stop_asked = self.signals.received is not None
         if job.runtime.heartbeats is not None:
             job.runtime.heartbeats.step = position.step
-        left_out, loss = False, None
+        loss = None
         try:
             with traced(trace, job.clock) if tracing else nullcontext():
                 job.step.run(ids, scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
             if tracing:
                 job.clock.forget_last()  # the profiler's own time is in it
+            self._left_out = 0
         except NotFinite:
-            left_out = True
+            self._left_out += 1
         position.advance(batch.global_size, job.data.samples)
         logging = position.step % config.train.log_every_steps == 0
-        if left_out:
+        if self._left_out:
             log.metrics("train", {"skipped_not_finite": 1.0})
-            watch.left_out(position.step)
+            if self._left_out >= _MOST_LEFT_OUT:
+                self._stop(f"has not been finite for {self._left_out} steps, up to")
         else:
-            watch.updated()
             if sampled and ids.arrived is not None:
                 job.intervals.observe(ids.arrived, batch.global_size)
             if logging or job.runtime.device.type == "cpu":  # on a GPU looking at it makes the queue run dry
-                loss = watch.check(position.step)
+                loss = float(job.dense.global_loss)
+                if not math.isfinite(loss):
+                    self._stop(f"is {loss} at")
             if logging and loss is not None:
-                watch.compare_replicas(position.step)
+                job.state.compare_copies(position.step)
                 plain = batch.loss_weights_B is None and batch.labels_B.ndim == 1
                 name = "logloss" if plain else "loss"  # weighted, or summed over labels
                 speed = log.display.progress(position.step, loss, job.data.global_batch)
                 log.metrics("train", {name: loss, "examples_per_second": speed})
         log.display.step(loss)
+
+    def _stop(self, what: str) -> None:
+        """TrainError, on all ranks alike, that names the last step and the rank whose loss is not finite."""
+        job, failed = self.job, self.job.position.step - 1
+        bad = [rank for rank, fine in enumerate(job.runtime.all_gather(job.step.last_loss_finite)) if not fine]
+        where = f"rank {bad[0]}" if bad else "no single rank (the sum overflowed)"
+        # A checkpoint made just before the failed step has the very weights that failed.
+        raise TrainError(f"the loss {what} step {failed}, from {where}. {job.state.last_good(failed)}")
 
     def _begin(self) -> None:
         job = self.job
