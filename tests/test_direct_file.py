@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.training.checkpoints import direct_file
-from dlrm_autoshard.training.checkpoints.direct_file import DirectFile
+from dlrm_autoshard.training.checkpoints import tensor_file
+from dlrm_autoshard.training.checkpoints.tensor_file import DirectFile
 
 PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(direct_file, "_BUFFER", 2 * PAGE)
+    monkeypatch.setattr(tensor_file, "_BUFFER", 2 * PAGE)
     yield
 
 

@@ -15,7 +15,7 @@ from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.training import start_checks
 from dlrm_autoshard.training.job import Job
-from dlrm_autoshard.training.opening import doubts_of
+from dlrm_autoshard.training.run_log import doubts_of
 from dlrm_autoshard.training.start_checks import check_sizes, free_and_sharers
 
 LONG_BAGS = """

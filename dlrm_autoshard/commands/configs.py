@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.commands.keys import keys_page
+from dlrm_autoshard.config import like_shipped, shipped_configs
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.training.find_config import like_shipped, shipped_configs
 
 
 def add_parser(subparsers: Any) -> None:

@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None, source: DataSource | None = None) ->
 
 def _train(config: Config, resume: str | None, source: DataSource | None) -> int:
     from dlrm_autoshard.distributed.ranks.heartbeats import RankFailure
-    from dlrm_autoshard.training.run_job import run_job
     from dlrm_autoshard.training.stop_signals import Stopped
+    from dlrm_autoshard.training.train import run_job
 
     try:
         run_job(config, resume=resume, source=source)

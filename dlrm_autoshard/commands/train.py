@@ -16,8 +16,8 @@ from typing import Any
 
 from dlrm_autoshard.commands import rank
 from dlrm_autoshard.commands.streams import keep_training_without_output
+from dlrm_autoshard.config import find_config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.training.find_config import find_config
 
 _JOB = "a name that only this job has: a start under it goes on from its newest checkpoint (needed with --nodes)"
 

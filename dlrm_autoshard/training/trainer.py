@@ -2,7 +2,7 @@
 
 result = Trainer(config, runtime, run_dir).run()
 
-Reading order: run_job.py -> `Trainer.run` -> `_train_step` -> distributed/step.py. What a job is made of is built in
+Reading order: train.py -> `Trainer.run` -> `_train_step` -> distributed/step.py. What a job is made of is built in
 job.py.
 """
 
@@ -25,9 +25,8 @@ from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.training.callbacks import Callback, Factory, find_callbacks
 from dlrm_autoshard.training.evaluation import Evaluations
 from dlrm_autoshard.training.job import Job
-from dlrm_autoshard.training.opening import open_run
 from dlrm_autoshard.training.random_state import random_state, restore_random_state
-from dlrm_autoshard.training.run_log import RunLog
+from dlrm_autoshard.training.run_log import RunLog, open_run
 from dlrm_autoshard.training.saver import Saver
 from dlrm_autoshard.training.state import TrainError
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
