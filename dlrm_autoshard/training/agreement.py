@@ -43,15 +43,14 @@ def agree(config: Config, runtime: Runtime) -> None:
 def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:
     """Gives all ranks rank 0's dense weights; DisagreementError where they are of other names, shapes or order."""
     mine = {name: f"{value.dtype} {list(value.shape)}" for name, value in dense.named_tensors()}
-    for rank, other in enumerate(everybody := runtime.all_gather(mine)):
-        first = everybody[0]
-        for name in {**first, **other}:
-            if first.get(name) != other.get(name):
-                raise DisagreementError(
-                    f"the model of rank {rank} has {name} as {other.get(name)}, rank 0's as {first.get(name)}. "
-                    "model.factory must build the same model on every rank."
-                )
-        for name, instead in zip(first, other, strict=True):
+    everybody = runtime.all_gather(mine)
+    if (found := difference(everybody)) is not None:
+        raise DisagreementError(
+            f"the model of rank {found.ranks[0]} has {found.fact} as {found.value}, rank 0's as {found.first}. "
+            "model.factory must build the same model on every rank."
+        )
+    for rank, other in enumerate(everybody):
+        for name, instead in zip(everybody[0], other, strict=True):
             if name != instead:  # gradients are summed by place
                 raise DisagreementError(
                     f"the model of rank {rank} has {instead} where rank 0's has {name}. model.factory must add its "

@@ -62,12 +62,8 @@ class RandomState(TypedDict):
 def check_random_state(state: Any) -> None:
     """FormatError where it is none. The generators stay as they are: it is given to others."""
     found = checked(RandomState, state)
-    version, words, gauss = found["python"] if len(found["python"]) == 3 else (None, [], None)
-    numpy_state, key = found["numpy"], np.array(found["numpy"]["state"]["key"], np.uint32)
     try:
-        random.Random().setstate((version, tuple(words), gauss))
-        np.random.RandomState().set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
-        torch.Generator().set_state(_tensor(found["torch"]))
+        _set(found, random.Random(), np.random.RandomState(), torch.Generator())
     except (TypeError, ValueError, RuntimeError, OverflowError, KeyError) as error:
         raise FormatError(
             f"it is no state of a random number generator ({str(error).partition(chr(10))[0]})."
@@ -76,14 +72,18 @@ def check_random_state(state: Any) -> None:
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Sets every generator to a state that `random_state` returned."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    generator = state["numpy"]
-    key = np.array(generator["state"]["key"], np.uint32)
-    np.random.set_state({**generator, "state": {**generator["state"], "key": key}})
-    torch.set_rng_state(_tensor(state["torch"]))
+    _set(state, random, np.random, torch.default_generator)
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+
+
+def _set(state: Mapping[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
+    """python: a `random.Random`, or the module; numpy: alike."""
+    version, words, gauss = state["python"]
+    python.setstate((version, tuple(words), gauss))
+    own = state["numpy"]
+    numpy.set_state({**own, "state": {**own["state"], "key": np.array(own["state"]["key"], np.uint32)}})
+    generator.set_state(_tensor(state["torch"]))
 
 
 def _text(state: torch.Tensor) -> str:

@@ -7,7 +7,6 @@ saver.save()                            # unless this step's checkpoint is there
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from dlrm_autoshard.training.checkpoints.folder import step_of
 from dlrm_autoshard.training.checkpoints.manifest import CheckpointError
@@ -63,15 +62,7 @@ class Saver:
     def point_best_at(self, step: int) -> None:
         """Makes the checkpoint of this step, which is there, the best."""
         with self._log.timed("checkpoints"):
-            self._job.runtime.from_rank_0(partial(self._point_best_at, step))
-
-    def _point_best_at(self, step: int) -> None:
-        try:
-            self._job.checkpoints.point_best_at(step)
-        except OSError as error:
-            if self._stops:
-                raise
-            LOG.warning("step %d  checkpoints/best cannot be written: %s", step, error.strerror)
+            self._written(lambda: self._job.runtime.from_rank_0(lambda: self._job.checkpoints.point_best_at(step)))
 
     def _written(self, write: Callable[[], None]) -> None:
         try:
@@ -79,4 +70,4 @@ class Saver:
         except CheckpointError as error:
             if self._stops:
                 raise
-            self._log.line(f"step {self._job.position.step}  {error}")
+            LOG.warning("step %d  %s", self._job.position.step, error)

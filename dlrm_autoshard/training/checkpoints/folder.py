@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_in, step_name
-from dlrm_autoshard.training.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, DamagedCheckpoint, read_manifest
 
 BEST = "best"
 """Beside the checkpoints: a link to the best one."""
@@ -37,16 +37,20 @@ class CheckpointFolder:
 
     def point_best_at(self, step: int) -> None:
         """The checkpoint of `step`, if there is one, is kept until another is the best. `best` beside it is a link,
-        replaced whole or not at all."""
-        path = self.folder / step_name(step)
-        if path in self._whole() and path != self.best():
+        replaced whole or not at all. CheckpointError where it cannot be written."""
+        path, best = self.folder / step_name(step), self.folder / BEST
+        if path not in self._whole() or path == self.best():
+            return
+        try:
             draft = self.folder / f"{BEST}.tmp"
             draft.unlink(missing_ok=True)
             draft.symlink_to(path.name)
-            if not (self.folder / BEST).is_symlink():
-                remove(self.folder / BEST)  # a run that was copied may have a folder in the link's place
-            draft.replace(self.folder / BEST)
-            self.remove_old()
+            if not best.is_symlink():
+                remove(best)  # a run that was copied may have a folder in the link's place
+            draft.replace(best)
+        except OSError as error:
+            raise CheckpointError(f"'{best}' cannot be written: {error.strerror}.") from error
+        self.remove_old()
 
     def asked_for(self, checkpoint: Path | None) -> Path:
         """By its own name; the newest where none is named. UserError where there is none."""
