@@ -9,13 +9,11 @@ from __future__ import annotations
 import ast
 import datetime
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import operator
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 
 from dlrm_autoshard.benchmarks.paired import Ratio
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats import versions
 
 SCHEMA = 2
 STATE = 1
@@ -233,7 +232,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in _PACKAGES if (version := versions.installed_version(name)) is not None},
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -252,22 +251,10 @@ def cpu_model() -> str:
     return platform.machine()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def commit() -> str | None:
-    """Returns the checkout's commit, with '+' if it has changes; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    """Returns the checkout's commit, short, with '+' if it has changes; None outside a checkout."""
+    found = versions.commit()
+    return found and found[:7] + ("+" if found.endswith("-dirty") else "")
 
 
 def _module(name: str) -> str:

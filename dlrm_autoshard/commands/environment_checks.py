@@ -8,7 +8,6 @@ either is imported. This module imports neither: it has to work where they do no
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import Literal
 
 from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.versions import installed_version
 
 Series = tuple[int, int]  # (2, 14) of 2.14.1
 
@@ -49,14 +49,6 @@ class Check:
     status: Literal["ok", "warn", "fail"]
     finding: str
     fix: str | None = None
-
-
-def installed_version(package: str) -> str | None:
-    """Returns the version that pip would show; nothing is imported."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def examine(ranks: int, version_of: VersionOf = installed_version) -> list[Check]:

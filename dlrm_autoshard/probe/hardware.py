@@ -7,7 +7,6 @@ Costs measured under another fingerprint are another machine's costs: a start fo
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import plain_loop_is_faster
+from dlrm_autoshard.formats.versions import installed_version
 
 
 def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str
         "memory_gib": round(memory / 2**30),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
-        "fbgemm": _fbgemm_version(),
+        "fbgemm": installed_version("fbgemm-gpu-cpu") or installed_version("fbgemm-gpu") or "none",
         **updates,
     }
 
@@ -51,12 +51,3 @@ def _processor() -> str:
         name = fields.get("model name", platform.machine())
         return f"{name} family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
     return platform.processor() or platform.machine()
-
-
-def _fbgemm_version() -> str:
-    for name in ("fbgemm-gpu-cpu", "fbgemm-gpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "none"

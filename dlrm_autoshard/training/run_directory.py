@@ -13,19 +13,18 @@ import platform
 import re
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 from dlrm_autoshard.config import Config, ConfigError, load_config
 from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.versions import commit, installed_version
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, behind_latest
@@ -317,12 +316,7 @@ def changes_since_last_start(run: Path) -> list[str]:
 
 def environment(world_size: int) -> dict[str, object]:
     """Versions, machine and command of this start."""
-    versions = {}
-    for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "torchmetrics", "dlrm_autoshard"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    packages = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "torchmetrics", "dlrm_autoshard")
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "job": job_of_this_process(),
@@ -331,19 +325,7 @@ def environment(world_size: int) -> dict[str, object]:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "world_size": world_size,
-        "versions": versions,
+        "versions": {name: version for name in packages if (version := installed_version(name)) is not None},
         "commit": commit(),
         "command": sys.orig_argv,
     }
-
-
-def commit() -> str | None:
-    """Commit of the checkout that this code runs from; '-dirty' where it has uncommitted changes. None for a wheel."""
-    repository = Path(__file__).parents[2]
-    if not (repository / ".git").exists():
-        return None
-    try:
-        git = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
