@@ -34,8 +34,6 @@ LEAST = 1e-3
 FAR = 2.0
 """Logarithm beyond which it hardly matters how much further data change: what 64 tables alone, at 1 to 100 lookups
 a sample, were off by differed by 0.15, 0.22, 0.22, 0.28 (backward) where their logarithms differed by 1.2, 2, 3, 4."""
-OF_A_MOMENT = 0.5
-"""Standard deviation of what samples of one moment have in common, of logarithms: nothing but how they compare."""
 _SOURCES = ("probe", "measured", "simulated")
 _Kind = tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]
 
@@ -57,7 +55,6 @@ class Observed:
     noise_N: np.ndarray
     profile_N: np.ndarray  # -1 of a start-up shard
     rank_N: np.ndarray
-    moment_N: np.ndarray  # -1 of what has none of its own
     model: CostModel
     exchange: ExchangeErrors
 
@@ -111,7 +108,7 @@ class Observed:
         column = {table: i for i, table in enumerate(tables)}
         batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
         kinds: dict[_Kind, int] = {}  # by value: a planner that was loaded has other objects
-        rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int, int]] = []
+        rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int]] = []
 
         def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
             return kinds.setdefault((tuple(own), tuple(stats)), len(kinds))
@@ -126,7 +123,7 @@ class Observed:
             rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
             for rank in costliest:
                 pair = (profile.ranks[rank].fwd_compute_ms, profile.ranks[rank].bwd_compute_ms)
-                rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank, -1))
+                rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
             left -= len(costliest)
         by_cost = sorted(range(len(usable)), key=lambda i: usable[i].fwd_compute_ms + usable[i].bwd_compute_ms)
         kept = by_cost[max(0, len(usable) - least_shards - left) :]
@@ -134,10 +131,9 @@ class Observed:
             inside = np.zeros(len(tables), dtype=bool)
             inside[[column[table] for table in shard.tables]] = True
             pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
-            moment = -1 if shard.moment is None else shard.moment
-            rows.append((kind_of(shard.tables, shard.stats), inside, pair, shard.noise, -1, -1, moment))
+            rows.append((kind_of(shard.tables, shard.stats), inside, pair, shard.noise, -1, -1))
         summaries, at_KT, log_data = _of_kinds(list(kinds), column, wholes, model, batch_size)
-        kinds_N, insides, pairs, noises, numbers, ranks, moments = zip(*rows, strict=True) if rows else ((),) * 7
+        kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
         kind_N, inside_NT = np.array(kinds_N, dtype=int), np.array(insides, dtype=bool).reshape(-1, len(tables))
         return Observed(
             profiles=profiles,
@@ -151,7 +147,6 @@ class Observed:
             noise_N=np.array(noises, dtype=np.float64),
             profile_N=np.array(numbers, dtype=int),
             rank_N=np.array(ranks, dtype=int),
-            moment_N=np.array(moments, dtype=int),
             model=model,
             exchange=ExchangeErrors.of(profiles, exchange),
         )
@@ -206,10 +201,6 @@ class Observed:
         noise_N = np.concatenate([np.tile(self.noise_N, 2), signs.noise_D]) / IQR_OF_NORMAL
         together = (profile_N[:, None] == profile_N) & (profile_N >= 0)
         noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(len(noise_N), dtype=bool), 1.0, 0.5 * together)
-        moment_N = np.where(self.moment_N < 0, -1, 2 * self.moment_N)  # forward, and backward
-        moment_N = np.concatenate([moment_N, np.where(moment_N < 0, -1, moment_N + 1)])
-        moment_N = np.pad(moment_N, (0, len(signs.log_D)), constant_values=-1)
-        noise_NN += OF_A_MOMENT**2 * ((moment_N[:, None] == moment_N) & (moment_N >= 0))
         noise_NN += NOISE**2 * np.diag(np.arange(len(noise_N)) >= 2 * len(self.noise_N))
         return noise_NN
 

@@ -30,8 +30,8 @@ class ShardRecord(TypedDict):
     fwd_compute_ms: Amount
     bwd_compute_ms: Amount
     noise: NotRequired[Amount]
-    moment: NotRequired[Count]
-    rank: NotRequired[Count | None]  # of older versions; nobody reads it
+    moment: NotRequired[Count]  # written by older versions and read by nobody, like the next
+    rank: NotRequired[Count | None]
 
 
 class CommsRecord(TypedDict):
@@ -48,12 +48,7 @@ class CommsRecord(TypedDict):
 @dataclass(frozen=True)
 class ShardSample:
     """Measured computation of one fused shard. batch_size: samples looked up per table (the global batch). noise:
-    relative spread of the repeated measurement. moment: samples with the same number tell of one another only: they
-    share one moment's error.
-
-    noise: relative spread of the repeated measurement. moment: samples with the same number tell of one another only:
-    what that moment was off by, they all are.
-    """
+    relative spread of the repeated measurement."""
 
     tables: tuple[TableConfig, ...]
     stats: tuple[TableStats, ...]
@@ -61,16 +56,15 @@ class ShardSample:
     fwd_compute_ms: float
     bwd_compute_ms: float
     noise: float = 0.0
-    moment: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         tables = [table.to_json() for table in self.tables]
-        known = {key: value for key, value in vars(self).items() if value is not None}
-        return {**known, "tables": tables, "stats": [stat.to_json() for stat in self.stats]}
+        return {**vars(self), "tables": tables, "stats": [stat.to_json() for stat in self.stats]}
 
     @staticmethod
     def from_json(record: Any) -> ShardSample:
         sample: dict[str, Any] = {**checked(ShardRecord, record)}
+        sample.pop("moment", None)
         sample.pop("rank", None)
         tables = tuple(TableConfig.from_json(table) for table in sample["tables"])
         stats = tuple(TableStats.from_json(stat) for stat in sample["stats"])
