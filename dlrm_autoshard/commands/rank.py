@@ -79,14 +79,15 @@ def check(config: Config, ranks: int, resume: str | None = None) -> DataSource |
     return source
 
 
-def main(argv: Sequence[str] | None = None, source: DataSource | None = None) -> int:
-    """Trains as a rank. source: the data, where somebody has opened them in this process."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains as a rank that somebody has started."""
     keep_training_without_output()
     signal.signal(signal.SIGINT, leave)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone would be told with torch's own stack
     from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.config import load_config
 
+    source = None
     try:
         arguments = parse(argv)
         require_pair()
@@ -97,10 +98,13 @@ def main(argv: Sequence[str] | None = None, source: DataSource | None = None) ->
     except UserError as error:
         complain(str(error))
         return 2
-    return recorded(_train)(config, arguments.resume, source) or 0  # only now what takes seconds to import
+    return train(config, arguments.resume, source)
 
 
-def _train(config: Config, resume: str | None, source: DataSource | None) -> int:
+@recorded
+def train(config: Config, resume: str | None, source: DataSource | None) -> int:
+    """Trains as a rank, in this process; returns its exit status. source: the data, where they have been opened."""
+    # Only now what takes seconds to import.
     from dlrm_autoshard.distributed.ranks.heartbeats import RankFailure
     from dlrm_autoshard.training.stop_signals import Stopped
     from dlrm_autoshard.training.train import run_job

@@ -58,19 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     require_pair()
     path = find_config(arguments.config)
     config = load_config(path, arguments.overrides)
-    own = ["--checked", "--config", str(path), *arguments.overrides]
-    if arguments.resume is not None:
-        own.append(f"--resume={arguments.resume}")
     ranks = arguments.ranks or default_ranks(config.run.device)
     source = None
-    if arguments.nodes == 1:
-        resume = None if arguments.job else arguments.resume  # which a job's earlier start may have obeyed
-        source = rank.check(config, ranks, resume)
+    if arguments.nodes == 1:  # a job's earlier start may have obeyed its --resume
+        source = rank.check(config, ranks, None if arguments.job else arguments.resume)
     if ranks == arguments.nodes == 1 and not arguments.restarts and not arguments.job:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return rank.main(own, source)
+        return rank.train(config, arguments.resume, source)
+    resume = [] if arguments.resume is None else [f"--resume={arguments.resume}"]
     return launch(
-        ["-m", rank.__name__, *own],
+        ["-m", rank.__name__, "--checked", "--config", str(path), *arguments.overrides, *resume],
         ranks,
         nodes=arguments.nodes,
         head=arguments.head,

@@ -41,8 +41,9 @@ class SavedWeights:
         manifest = read_manifest(path)
         names = {table.name: f"tables.{table.name}.weight" for table in tables}
         wanted = {names[table.name]: (table.num_embeddings, table.embedding_dim) for table in tables}
-        is_table = {name: shape for name, shape in manifest.shapes().items() if _is_weight_of_table(name)}
-        check_shapes(path, is_table, wanted)
+        shapes = manifest.shapes().items()
+        saved = {name: of for name, of in shapes if name.startswith("tables.") and name.endswith(".weight")}
+        check_shapes(path, saved, wanted)
         return SavedWeights(path, manifest, names)
 
     @property
@@ -94,7 +95,3 @@ class SavedWeights:
         tensor = torch.empty(saved.shape, dtype=dtype)
         read_tensors(self.path, self.manifest, {name: tensor})
         return tensor
-
-
-def _is_weight_of_table(name: str) -> bool:
-    return name.startswith("tables.") and name.endswith(".weight")
