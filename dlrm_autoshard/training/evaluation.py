@@ -33,12 +33,14 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class Evaluations:
-    """Methods are collectives. metrics: the last evaluation's; step: the one after which it was."""
+    """Methods are collectives. metrics: the last evaluation's; step: the one after which it was. best_on_test: metrics
+    of the best checkpoint, where that is not the last."""
 
     def __init__(self, job: Job, log: RunLog, saver: Saver, signals: StopSignals) -> None:
         self._job, self._log, self._saver, self._signals = job, log, saver, signals
         self.metrics: Mapping[str, float] = {}
         self.step = -1
+        self.best_on_test: Mapping[str, float] | None = None
 
     @property
     def due(self) -> bool:
@@ -88,30 +90,27 @@ class Evaluations:
             if best is not None and best.name == resumed_from.name:
                 kept.add(self._job.position.step, self._measured("val"))
 
-    def evaluate_best(self) -> Mapping[str, float] | None:
-        """The best checkpoint's metrics, where that is not the last one; its weights are the model's from here on. None
-        where there is no such, no test split, or one that cannot be read."""
+    def evaluate_best(self) -> None:
+        """Evaluates the best checkpoint on the test split, where it is not the last one and can be read; its weights
+        are the model's from here on."""
         kept = self._job.selection.kept
         if kept is None or kept.step == self._job.position.step:
-            return None
+            return
         best = self._best()
         if best is None or step_of(best) != kept.step:
-            return None
+            return
         said = f"best on val: step {kept.step}, {kept.metric} {kept.value:.4f}"
-        metrics: Mapping[str, float] | None = None
         try:
             if self._job.data.source.num_samples("test"):
                 self._job.state.load_weights(best)
-                metrics = self._measured("test", to_the_end=True)
-                said += f"; on test {describe(metrics)}"
+                self.best_on_test = self._measured("test", to_the_end=True)
+                said += f"; on test {describe(self.best_on_test)}"
         except CheckpointError as error:
             said += f"; it cannot be evaluated: {error}"
         self._log.line(said)
-        return metrics
 
     def _best(self) -> Path | None:
-        best: Path | None = self._job.runtime.broadcast(self._job.checkpoints.best())
-        return best
+        return self._job.runtime.broadcast(self._job.checkpoints.best())
 
     def _measured(self, split: Split, *, to_the_end: bool = False) -> Mapping[str, float]:
         """to_the_end: whoever asks the job to stop; its weights are not those to save then."""

@@ -44,9 +44,8 @@ class TrainResult:
 
 
 class Trainer:
-    """A job that runs, and its parts: what it says, when it saves and evaluates, whether its loss is finite."""
+    """Runs a job: trains, says how far it is, saves and evaluates; each of its parts knows when it is due."""
 
-    best_on_test: Mapping[str, float] | None = None
     _left_out = 0
     """Batches in a row that nothing was learned from."""
 
@@ -102,7 +101,7 @@ class Trainer:
                         saver.save()
             evaluations.evaluate("test")
             saver.finish()
-            self.best_on_test = evaluations.evaluate_best()
+            evaluations.evaluate_best()
         return TrainResult(position.step, evaluations.metrics, job.run_dir)
 
     def _train_step(self, ids: SentIds) -> None:
@@ -189,7 +188,7 @@ class Trainer:
     def write_report(self) -> None:
         """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
         with self.signals.postponed():
-            self.log.finish(self.best_on_test)
+            self.log.finish(self.evaluations.best_on_test)
 
 
 def lr_scale(step: int, config: ScheduleConfig) -> float:
