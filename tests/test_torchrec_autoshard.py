@@ -11,6 +11,7 @@ from torch import nn
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
 from tests import torchrec_jobs
 from tests.ranks import run_ranks
 from tests.run_records import check_three_intervals
@@ -49,14 +50,20 @@ def features_of(rank: int, step: int) -> Any:
 
 
 def train(
-    rank: int, world_size: int, run_dir: Path | None, planned: bool
+    rank: int, world_size: int, run_dir: Path | None, planned: bool, copied: tuple[str, ...] = ()
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int], list[str]]:
-    """planned: the job starts under our plan, else under the worst one."""
+    """planned: the job starts under our plan, else under the worst one. copied: data-parallel tables."""
     assert torchrec_jobs.find_torchrec() is None
     import dlrm_autoshard.torchrec as das
+    from dlrm_autoshard.torchrec.plan_format import to_sharding_plan, torchrec_plan
 
     module = Model()
-    first = das.plan(module, features_of(rank, 0), optimizer="sgd", measure_plans=2) if planned else WORST
+    if planned:
+        first = das.plan(module, features_of(rank, 0), optimizer="sgd", measure_plans=2)
+    else:
+        worst = ShardingPlan({name: owner for name, owner in WORST.rank_of.items() if name not in copied}, world_size)
+        tables = [TableConfig(c.name, c.num_embeddings, c.embedding_dim) for c in module.ebc.embedding_bag_configs()]
+        first = to_sharding_plan(torchrec_plan(worst, tables, "ebc", replicated=copied))
     model, optimizer = torchrec_jobs.sharded(first, module=module)
     autoshard = None
     if run_dir is not None:
@@ -88,6 +95,16 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     record = check_three_intervals(tmp_path / "mine")
     pooling = {table.name: table.mean_pooling for table in record.last.tables}
     assert pooling == pytest.approx(dict(zip(NAMES, POOLING, strict=True)))
+
+
+def test_data_parallel_tables_stay_beside_those_that_are_timed_and_moved(tmp_path: Path) -> None:
+    copied = ("t2", "t7")
+    without = run_ranks(train, 2, None, False, copied, timeout=150)
+    within = run_ranks(train, 2, tmp_path / "mine", False, copied, timeout=150)
+    assert [losses for losses, *_ in without] == [losses for losses, *_ in within]
+    assert within[0][2]["t0"] != within[0][2]["t1"], "the two costly tables have a rank each"
+    record = check_three_intervals(tmp_path / "mine")
+    assert {table.name for table in record.last.tables} == {*NAMES} - {*copied}
 
 
 class WithClicks(Model):

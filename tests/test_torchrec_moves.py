@@ -77,6 +77,55 @@ def test_random_moves_change_no_bit(world_size: int, steps: int, fused: str, pla
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def beside_copies(
+    rank: int, world_size: int, moving: bool, plain: bool, fused: str
+) -> tuple[list[float], dict[str, torch.Tensor], list[torch.Tensor], set[str]]:
+    """Tables users.b, users.c and items.e are data-parallel. plain: the optimizer is torch's Adagrad, of all the
+    model's parameters. Returns losses, rows that have an owner, this rank's copies and their Adagrad's state, and the
+    names of the tables that the live plan places."""
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+    from dlrm_autoshard.torchrec.plan_format import to_sharding_plan
+    from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
+    from dlrm_autoshard.torchrec.tables import embedding_bags
+
+    module, copied = Model(), ("users.b", "users.c", "items.e")
+    start = ShardingPlan({name: i % world_size for i, name in enumerate(DIMS) if name not in copied}, world_size)
+    record = plan_record(start, shapes_of(embedding_bags(module)), "cpu", replicated=copied)
+    model, optimizer = sharded(to_sharding_plan(record), fused, module)
+    if plain:
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    bags = TorchrecBags(model, optimizer) if moving else None
+    torch.manual_seed(rank)
+    losses = []
+    for step in range(12):
+        losses.append(train_step(model, optimizer, features_of(rank, step)))
+        if bags is not None:
+            kept = drawn_plan(step, world_size, split=fused == "EXACT_SGD" and plain).rank_of.items()
+            bags.move_to(ShardingPlan({n: owner for n, owner in kept if n.partition("[")[0] not in copied}, world_size))
+    tables = [parameter for name, parameter in model.named_parameters() if name.endswith(COPIED)]
+    assert len(tables) == len(copied)
+    states = [optimizer.state[table]["sum"] for table in tables] if plain else []
+    placed = set(start.tables) if bags is None else set(bags.plan.tables)
+    rows = {} if fused == "EXACT_SGD" and plain else all_rows(model)
+    return losses, rows, [tensor.detach() for tensor in (*tables, *states)], placed
+
+
+COPIED = ("users.embedding_bags.b.weight", "users.embedding_bags.c.weight", "items.embedding_bags.e.weight")
+
+
+@pytest.mark.parametrize(
+    ("plain", "fused"), [(False, "EXACT_SGD"), (True, "EXACT_SGD"), (True, "EXACT_ROWWISE_ADAGRAD")]
+)
+def test_data_parallel_tables_stay_on_every_rank_and_no_move_beside_them_changes_a_bit(plain: bool, fused: str) -> None:
+    still = run_ranks(beside_copies, 2, False, plain, fused, timeout=150)
+    moved = run_ranks(beside_copies, 2, True, plain, fused, timeout=150)
+    for (losses, rows, copies, _), (as_moved, rows_moved, copies_moved, placed) in zip(still, moved, strict=True):
+        assert losses == as_moved and losses[0] != losses[-1] and placed == {"users.a", "users.d", "items.a"}
+        assert rows.keys() == rows_moved.keys() and all(torch.equal(rows[name], rows_moved[name]) for name in rows)
+        assert all(torch.equal(one, other) for one, other in zip(copies, copies_moved, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(moved[0][2], moved[1][2], strict=True)), "copies agree"
+
+
 def states_after_moves(rank: int, world_size: int) -> tuple[int, int]:
     """Of Adagrad over all of the model's parameters, of which it makes a state each at once."""
     from dlrm_autoshard.torchrec.bags import TorchrecBags
@@ -223,6 +272,9 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     plan = planner.collective_plan(module, [EmbeddingBagCollectionSharder()], group)
     replicated = DistributedModelParallel(module, device=torch.device("cpu"), plan=plan)
     refusal("replicated", lambda: TorchrecBags(replicated))
+    others = [name for name in DIMS if name != "users.b"]
+    by_rows = ShardingPlan({"users.b[rows 0:100]": 0, "users.b[rows 100:200]": 1, **dict.fromkeys(others, 0)}, 2)
+    refusal("by rows", lambda: TorchrecBags(*sharded(by_rows)))
     refusal("no tables", lambda: das.plan(torch.nn.Linear(1, 1), features_of(rank, 0)))
     halves = EmbeddingBagConfig(
         name="x", num_embeddings=9, embedding_dim=4, feature_names=["g"], data_type=DataType.BF16
@@ -262,7 +314,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_cannot_be_moved_is_said_on_every_rank() -> None:
     for said in run_ranks(refused, 2, timeout=120):
-        assert "'a' of 'users' is sharded data_parallel with the dense kernel" in said["replicated"]
+        assert "all tables of the model are data-parallel" in said["replicated"]
+        assert "'b' of 'users' is sharded row_wise with the fused kernel" in said["by rows"]
         assert "no EmbeddingBagCollection" in said["no tables"]
         assert "'x'" in said["dtype"] and "BF16" in said["dtype"]
         assert "lack feature 'unheard' of table 'y'" in said["feature"]

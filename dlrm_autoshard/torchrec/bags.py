@@ -23,7 +23,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.torchrec.column_order import ColumnOrder
 from dlrm_autoshard.torchrec.model import PIPELINED, ShardedModel
 from dlrm_autoshard.torchrec.move import move
-from dlrm_autoshard.torchrec.shards import shard_name
+from dlrm_autoshard.torchrec.shards import owned_lookups, shard_name
 from dlrm_autoshard.torchrec.stages import StageHooks
 from dlrm_autoshard.torchrec.tables import TorchrecError, table_key
 
@@ -90,7 +90,7 @@ class TorchrecBags:
         def arrived(features: Any, groups: Any) -> None:
             self._lookups.append(Lookup(path, features, groups))
             collections = self.sharded.collections
-            if len(self._lookups) == sum(len(collection._lookups) for collection in collections.values()):
+            if len(self._lookups) == sum(len(owned_lookups(collection)) for collection in collections.values()):
                 lookups, self._lookups = self._lookups, []
                 samples = features.stride() // self.runtime.world_size
                 names = [shard.name for shard in self.sharded.local_shards]

@@ -34,6 +34,11 @@ class ShardedModel:
         self.collections = embedding_bags(model.module)
         self.environment = _check(self.collections)
         self.model_tables = table_configs(self.collections)
+        if not self.model_tables:
+            raise TorchrecError(
+                "all tables of the model are data-parallel: every rank holds them, and none can be moved. "
+                "`dlrm_autoshard.torchrec.plan` makes a plan whose tables have owners."
+            )
         self.tables: tuple[TableConfig, ...] = alike(self.model_tables)
         self.replicated: tuple[TableConfig, ...] = ()
         self.runtime = runtime_of(self.environment.process_group, model.device)
@@ -104,8 +109,9 @@ def _fused_optimizer(collections: Mapping[str, Any]) -> Any:
     found = {
         info.fused_params.get("optimizer", EmbOptimType.EXACT_SGD): info.embedding_config.name
         for collection in collections.values()
-        for infos in collection.sharding_type_to_sharding_infos.values()
+        for kind, infos in collection.sharding_type_to_sharding_infos.items()
         for info in infos
+        if kind != "data_parallel"
     }
     if len(found) > 1:
         said = ", ".join(f"'{table}' with {optimizer.name}" for optimizer, table in found.items())

@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlrm_autoshard.torchrec.tables import configs_of, data_parallel, is_data_parallel
+
 _KEPT = {"training", "is_pipelined", "_optim", "post_lookup_tracker_fn", "post_odist_tracker_fn"}
 """Attributes of the live module that others hold or have set; and its hooks."""
 
 
 def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
-    """sharding: TorchRec's ParameterSharding of each table. Everything else is the live collection's. The
-    training's own random numbers are as they would be without it."""
+    """sharding: TorchRec's ParameterSharding of each table that ranks own. Everything else is the live collection's,
+    the lookup of data-parallel tables itself: weights, DistributedDataParallel and all. The training's own random
+    numbers are as they would be without it."""
     from torchrec import EmbeddingBagCollection
+    from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
     from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
     plain = EmbeddingBagCollection(
@@ -29,10 +33,24 @@ def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
         for info in infos:  # fused parameters of the sharder and of the table, as they were merged
             parameter = plain.embedding_bags[info.embedding_config.name].weight
             parameter._optimizer_kwargs = [dict(info.fused_params)]
+
+    class Rebuilt(type(collection)):  # type: ignore[misc]
+        def init_data_parallel(self) -> None:
+            """Takes the live lookup where TorchRec would wrap a new one, before weights are registered."""
+            live = next((lookup for lookup in collection._lookups if is_data_parallel(lookup)), None)
+            for number, sharding in enumerate(self._embedding_shardings):
+                if isinstance(sharding, DpPooledEmbeddingSharding):
+                    self._lookups[number] = live
+
+        def reset_parameters(self) -> None:
+            """Draws no first values: live weights are among these, and all others are about to arrive."""
+
     with torch.random.fork_rng([] if collection._device.type == "cpu" else [collection._device]):
-        fresh = type(collection)(
+        fresh = Rebuilt(
             module=plain,
-            table_name_to_parameter_sharding=EmbeddingModuleShardingPlan(dict(sharding)),
+            table_name_to_parameter_sharding=EmbeddingModuleShardingPlan(
+                {**sharding, **data_parallel(collection.module_sharding_plan)}
+            ),
             env=collection._env,
             fused_params=None,
             device=collection._device,
@@ -59,8 +77,8 @@ def put_in_place(live: Any, fresh: Any) -> Callable[[], None]:
 
 
 def table_parameters(collection: Any) -> dict[str, nn.Parameter]:
-    """Returns the weights of a collection's tables by name."""
-    return {name: bag.weight for name, bag in collection.embedding_bags.items()}
+    """Returns the weights of a collection's tables by name, without data-parallel ones."""
+    return {config.name: collection.embedding_bags[config.name].weight for config in configs_of(collection)}
 
 
 def _inside(module: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 
 from dlrm_autoshard.tables import Shard as ShardName
+from dlrm_autoshard.torchrec.tables import is_data_parallel
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,15 @@ class Shard:
         return {name: (tensor.element_size(), tensor.dim()) for name, tensor in self.tensors.items()}
 
 
+def owned_lookups(collection: Any) -> list[tuple[Any, Any]]:
+    """(lookup, output exchange) of the tables that ranks own, without that of data-parallel tables."""
+    pairs = zip(collection._lookups, collection._output_dists, strict=True)
+    return [(lookup, exchange) for lookup, exchange in pairs if not is_data_parallel(lookup)]
+
+
 def kernels(collection: Any) -> Iterator[tuple[Any, list[str]]]:
-    """(fused kernel, its tables' shards) of all lookups."""
-    for lookup in collection._lookups:
+    """(fused kernel, its tables' shards) of these lookups."""
+    for lookup, _ in owned_lookups(collection):
         for kernel, config in zip(lookup._emb_modules, lookup.grouped_configs, strict=True):
             yield kernel, [shard_name(table) for table in config.embedding_tables]
 

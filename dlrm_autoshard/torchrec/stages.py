@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.distributed.stage_clock import StageClock
-from dlrm_autoshard.torchrec.shards import kernels
+from dlrm_autoshard.torchrec.shards import kernels, owned_lookups
+from dlrm_autoshard.torchrec.tables import is_data_parallel
 
 Arrived = Callable[[Any, Any], None]
 """(features, the lookup's GroupedEmbeddingConfigs)"""
@@ -27,13 +28,12 @@ class StageHooks:
     def __init__(self, collection: Any, clock: StageClock, arrived: Arrived) -> None:
         self._collection, self._clock, self._arrived = collection, clock, arrived
         self._handles = [collection.register_forward_pre_hook(self._before_ids)]
-        for lookup in collection._lookups:
+        for lookup in filter(is_data_parallel, collection._lookups):
+            self._handles.append(lookup.register_forward_pre_hook(self._before_copies))
+        for lookup, output in owned_lookups(collection):
             self._handles += [
                 lookup.register_forward_pre_hook(self._before_lookup),
                 lookup.register_forward_hook(self._after_lookup),
-            ]
-        for output in collection._output_dists:
-            self._handles += [
                 output.register_forward_pre_hook(self._before_exchange),
                 output.register_forward_hook(self._after_exchange),
             ]
@@ -61,6 +61,12 @@ class StageHooks:
     def _before_ids(self, collection: Any, inputs: Any) -> None:
         if self._timed:
             self._begin_exchange("input_dist")
+
+    def _before_copies(self, lookup: Any, inputs: Any) -> None:
+        """Data-parallel tables are looked up as MLPs compute: on each rank, of its own samples."""
+        if self._timed:
+            self._clock.end()
+            self._clock.begin("dense_fwd")
 
     def _before_lookup(self, lookup: Any, inputs: Any) -> None:
         if self._timed:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.errors import UserError
@@ -65,10 +66,21 @@ def embedding_bags(module: nn.Module) -> dict[str, Any]:
 
 
 def configs_of(collection: Any) -> list[Any]:
-    """EmbeddingBagConfigs of a collection, sharded or not."""
+    """EmbeddingBagConfigs of a collection's tables, sharded or not, without data-parallel ones: these have no owner."""
     if hasattr(collection, "embedding_bag_configs"):
         return list(collection.embedding_bag_configs())
-    return list(collection._embedding_bag_configs)
+    copies = data_parallel(collection.module_sharding_plan)
+    return [config for config in collection._embedding_bag_configs if config.name not in copies]
+
+
+def data_parallel(sharding: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns TorchRec's ParameterSharding of the tables that every rank holds."""
+    return {table: own for table, own in sharding.items() if own.sharding_type == "data_parallel"}
+
+
+def is_data_parallel(lookup: nn.Module) -> bool:
+    """Whether a sharded collection's lookup is that of its data-parallel tables."""
+    return isinstance(lookup, DistributedDataParallel)
 
 
 def table_key(path: str, table: str, collections: Mapping[str, object]) -> str:
