@@ -50,7 +50,9 @@ class StatsRecord(TypedDict):
     mean_reuse: NotRequired[Annotated[float, Field(ge=1, le=1e12)]]
     batch_size: NotRequired[BatchSize]
     features: NotRequired[Annotated[int, Field(ge=1, le=10**6)] | Annotated[float, Field(ge=0, le=10**6)]]
-    row_sixteenths: NotRequired[Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(max_length=15)]]
+    row_sixteenths: NotRequired[
+        Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(min_length=15, max_length=15)]
+    ]
 
 
 class TableRecord(TypedDict):

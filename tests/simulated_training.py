@@ -28,7 +28,6 @@ from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
-from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
@@ -37,7 +36,7 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 @pytest.fixture(autouse=True)
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
-    monkeypatch.setattr(thresholds, "SEARCH_SHARE", 1000.0)
+    monkeypatch.setattr(thresholds, "LOOK_SHARE", 1000.0)
     monkeypatch.setattr(History, "looked", lambda *_, **__: None)
 
 
@@ -102,10 +101,7 @@ class Training:
 
     def interval(
         self,
-        changed_steps: int | None = None,
-        moves_since: int = 0,
         *,
-        before_change: TimedSteps | None = None,
         early: bool = False,
         slower: float = 1.0,
         noise: float | None = None,
@@ -119,8 +115,7 @@ class Training:
         self.step += STEPS
         interval = Interval(
             self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step,
-            timed_SW4=self.timed(profile), changed_steps=changed_steps, moves_since=moves_since,
-            before_change=before_change, early=early,
+            timed_SW4=self.timed(profile), early=early,
         )  # fmt: skip
         decision = self.controller.decide(interval, self.plan)
         if decision.new_plan is not None:

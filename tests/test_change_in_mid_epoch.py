@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,49 +75,25 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
     first = next(d for d in decisions if d["step"] > SLOW_FROM)
     assert first["step"] == after[0].end_step and first["balance_gain"] > 0.1
     changed = next(interval for interval in decided_on if interval.step == first["step"])
-    assert changed.before_change is not None and changed.step_ms > changed.before_change.step_ms / 0.75
-    assert len(changed.before_change.cores) == len(changed.before_change.cost_ms) >= 3
+    assert changed.early and len(changed.timed_SW4) == len(changed.cores_S) >= 4
 
 
 def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list[int]:
     """After which intervals of an epoch of 900 steps end early. slow: times longer that the second rank takes for a
     step. moves_at: after which tables move; else they stay."""
     sampling = Watch(ProfileConfig(every_steps=20, warmup_steps=5), 0.02)
-    draw, samples, found = np.random.default_rng(0), 0, []
+    draw, found = np.random.default_rng(0), []
     sampling.begin(0)
     for step in range(900):
         if sampling.is_sampled(step):
             sampling.timed(step + 1)
             stages_W4 = 5 * draw.lognormal(0, 0.03, (2, 4))
             stages_W4[1] *= slow(step)
-            sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
-            samples += 1
-        if sampling.is_due(step + 1, samples):
-            carried = sampling.cut()
-            samples = carried or 0
-            if carried is None:
-                found.append(step + 1)
-                sampling.decided(step + 1, early=True, moved=step + 1 == moves_at)
+            sampling.see(stages_W4, float(stages_W4.max(axis=0).sum()))
+        if sampling.is_due(sampling.unusual):
+            found.append(step + 1)
+            sampling.decided(step + 1, moved=step + 1 == moves_at)
     return found
-
-
-def test_after_a_change_is_seen_a_step_is_looked_at_before_it_is_decided_on() -> None:
-    """Lookups are counted anew from there: times of after a change are no use beside statistics of before it."""
-    sampling = Watch(ProfileConfig(every_steps=20, warmup_steps=5), 0.02)
-    sampling.begin(0)
-    step, looked, cut_at, carried = 0, False, None, 0
-    while cut_at is None or not sampling.is_due(step, carried):
-        if sampling.is_sampled(step):
-            sampling.timed(step + 1)
-            stages_W4 = np.full((2, 4), 5.0)
-            stages_W4[1] *= 1.09 if step > 100 else 1  # small, so that it takes many samples to be sure
-            sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
-            looked = cut_at is not None
-        step += 1
-        if cut_at is None and sampling.is_due(step, 0):
-            cut_at, carried = step, sampling.cut() or 0
-        assert step < 900
-    assert carried >= 4 and looked
 
 
 CHANGE = 300
@@ -126,23 +101,21 @@ MOST_STEPS = 5 + 20 + 3 * 2
 """Until a change is decided on: warmth, the next usual sample, and three more of them."""
 
 
-def seen_at(change: int) -> int:
-    """The step after which it is first sampled."""
-    return next(step for step in range(change + 1, change + 40) if (step - 1 - 5) % 20 == 0)
-
-
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_long(moves: bool) -> None:
-    """Whether tables stay or move: four sampled steps may not tell all that is to be done. After a move it takes four
-    that are further apart, for the first may be slow."""
-    first, *_ = due_steps(lambda step: 2 if step >= CHANGE else 1)
-    assert first <= CHANGE + MOST_STEPS
+def test_a_change_is_decided_on_once_and_soon(moves: bool) -> None:
+    """Whether tables stay or move; what else is to be done is seen at the interval's end."""
+    first, *more = due_steps(lambda step: 2 if step >= CHANGE else 1)
+    assert CHANGE < first <= CHANGE + MOST_STEPS and not more
     slow_until = first if moves else 900
-    decided = due_steps(lambda step: 2 if CHANGE <= step < slow_until else 1, first if moves else None)
-    for before, now in itertools.pairwise(decided):
-        lasted = before - seen_at(CHANGE)
-        assert lasted <= now - before <= max(1.4 * lasted, 4 * 5 if moves else 0)
-    assert decided[0] == first and len(decided) >= 4
+    assert due_steps(lambda step: 2 if CHANGE <= step < slow_until else 1, first if moves else None) == [first]
+
+
+def test_a_change_as_an_interval_ends_is_decided_on_when_the_next_has_steps_enough() -> None:
+    """Those before its end are of the earlier one, whose measurements are gone."""
+    watch = Watch(ProfileConfig(), 0.02)
+    for slow in (*[1] * 10, *[2] * 4):
+        watch.see(np.array([[5.0] * 4, [5.0 * slow] * 4]), 20.0 * slow)
+    assert not watch.is_due(3) and watch.is_due(4)
 
 
 def test_after_a_move_at_an_intervals_end_it_soon_is_known_how_ranks_wait() -> None:
@@ -152,11 +125,11 @@ def test_after_a_move_at_an_intervals_end_it_soon_is_known_how_ranks_wait() -> N
     sampled = []
     for step in range(200):
         if step == 100:
-            sampling.decided(step, early=False, moved=True)
+            sampling.decided(step, moved=True)
         if sampling.is_sampled(step):
             sampled.append(step)
             sampling.timed(step + 1)
-            sampling.see(step + 1, np.full((2, 4), 5.0), 20.0)
+            sampling.see(np.full((2, 4), 5.0), 20.0)
     assert [step for step in sampled if step > 90] == [104, 105, 110, 125, 145, 165, 185]
 
 
@@ -172,15 +145,13 @@ def steps_sampled(every: int | None, steps: int, interval: int, slow: Callable[[
             sampling.timed(step + 1)
             stages_W4 = 5 * draw.lognormal(0, 0.01, (2, 4))
             stages_W4[1] *= slow(step)
-            sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
-        if sampling.is_due(step + 1, samples):
-            carried = sampling.cut()
-            samples = carried or 0
-            if carried is None:
-                sampling.decided(step + 1, early=True, moved=False)
+            sampling.see(stages_W4, float(stages_W4.max(axis=0).sum()))
+        if sampling.is_due(samples):
+            samples = 0
+            sampling.decided(step + 1, moved=False)
         if (step + 1) % interval == 0:
             sampling.ended(interval)
-            sampling.decided(step + 1, early=False, moved=False)
+            sampling.decided(step + 1, moved=False)
             samples = 0
     return sampled
 
@@ -206,12 +177,10 @@ def test_short_intervals_have_enough_steps_sampled_to_decide_on(interval: int) -
 
 
 def test_what_changes_right_after_a_decision_is_noticed_too() -> None:
-    decided = due_steps(lambda step: 1.5 if step >= CHANGE else 1)
-    late = decided[4]
-    assert decided[5] > late + 2 * MOST_STEPS  # when it would be decided on if nothing else happened
-    anew = due_steps(lambda step: 1 if step < CHANGE else 1.5 if step < late else 4)
-    between_samples = (late - seen_at(CHANGE)) // (2 * thresholds.SAMPLES_OF_CHANGE)
-    assert anew[:5] == decided[:5] and anew[5] <= late + 3 * between_samples
+    first, *_ = due_steps(lambda step: 1.5 if step >= CHANGE else 1)
+    late = first + 40
+    again = due_steps(lambda step: 1 if step < CHANGE else 1.5 if step < late else 4)
+    assert again[0] == first and late < again[1] <= late + MOST_STEPS
 
 
 def test_an_epoch_of_many_steps_is_decided_on_in_equal_parts() -> None:

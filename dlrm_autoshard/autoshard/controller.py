@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
@@ -26,14 +25,12 @@ from dlrm_autoshard.autoshard.last_move import LastMove
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import balance_gain, prediction_error
 from dlrm_autoshard.formats.json_file import FormatError, checked, made
-from dlrm_autoshard.formats.numbers import Count
 from dlrm_autoshard.formats.words import gib, some_of
 from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 from dlrm_autoshard.planner.moves.partial_move import first_part, movable, moving_bytes
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.decisions import DecisionLog
-from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.tables import Shard
 
 
@@ -42,8 +39,6 @@ class ControllerRecord(TypedDict):
 
     last_step: Annotated[int, Field(ge=-1, lt=2**63)]
     last_move: dict[str, Any] | None
-    change_began: NotRequired[Count | None]
-    steps: NotRequired[dict[str, Any] | None]
     history: NotRequired[dict[str, Any]]
     move_cost: NotRequired[dict[str, Any]]
     left: NotRequired[list[dict[str, Any]]]
@@ -70,60 +65,45 @@ class Controller:
         self._most_bytes = None if most_gib is None else int(most_gib * 2**30)  # that may move at a time
         self.history, self.move_cost = History(), MoveCost()
         self.left: list[ShardingPlan] = []
-        self._pending: Decision | None = None  # not yet carried out
+        self._pending: LastMove | None = None  # not yet carried out
         self._last_move: LastMove | None = None  # not yet judged
-        self._steps: TimedSteps | None = None  # of the live plan, since something else changed last
-        self._change_began: int | None = None  # the step after which a change in mid-interval was seen
-        self._last_step, self._early = -1, False  # of the last decision; whether it was made in mid-interval
+        self._last_step = -1  # of the last decision
 
     # -- one interval --------------------------------------------------------------------------------------------------
 
     def decide(self, interval: Interval, plan: ShardingPlan) -> Decision:
         """Returns the decision on an interval that ran under `plan`, the live one."""
-        started, whole = time.perf_counter(), not interval.early
-        self._last_step, self._early = interval.step, interval.early
-        self.history.intervals += whole
+        started, self._last_step = time.perf_counter(), interval.step
+        self.history.intervals += not interval.early
         if self._last_move is not None and self._last_move.decision.new_plan != plan:
             self._last_move = None  # a job that was resumed may have placed its tables anew
-        self._keep(interval)
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
         profile = interval.profile
         task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
-        when = Horizon(interval.step_ms, interval.lasting_steps, interval.remaining_steps, self.config.reshard.min_gain)
+        least, steps = self.config.reshard.min_gain, max(0, interval.remaining_steps)
+        when = Horizon(interval.step_ms, steps, least, self.history.must_surely_save(least))
         balance, error = self._balance(interval), prediction_error(self.planner.predict(task, plan), profile.ranks)
         base = replace(base, balance_gain=balance, error_before=error)
-        if why := self.history.why_not_look(balance, when, whole=whole):
-            if when.remaining <= 0:  # whoever resumes the job for more epochs starts from what was measured last
-                self.planner.costs.observe(profile, task.topology)
-            if whole:
-                self._judge_last_move(task, interval)
-            return self._written(replace(base, why=why))
-        decision = self._looked(base, task, interval, plan, when)
+        if interval.early:  # what was out of reach before the change need not be now
+            self.history.out_of_reach = 0.0
+        why = self.history.why_not_look(balance, when)
+        if not why or when.steps == 0:  # whoever resumes the job for more epochs starts from what was measured last
+            self.planner.costs.observe(profile, task.topology)
+        decision = replace(base, why=why) if why else self._looked(base, task, interval, plan, when)
+        if not interval.early or decision.new_plan is not None:  # few steps tell little of a move; or its last chance
+            self._judge_last_move(task, interval)
+        if why:
+            return self._written(decision)
         seconds = time.perf_counter() - started
-        self.history.looked(seconds, decision.balance_gain or 0.0, decision.predicted_gain or 0.0, whole=whole)
+        self.history.looked(seconds, decision.balance_gain or 0.0, decision.predicted_gain or 0.0, early=interval.early)
         decision = replace(decision, decide_seconds=interval.gather_seconds + seconds)
         if decision.new_plan is None:
             return self._written(decision)
-        self._pending = decision
+        self._pending = LastMove(decision, interval.timed, interval.early)
         return decision
-
-    def _keep(self, interval: Interval) -> None:
-        """Adds an interval's timed steps to those of the live plan since something else changed last."""
-        began = None
-        if interval.changed_steps is not None and not interval.moves_since:
-            began = interval.step - interval.changed_steps
-        new_change = began is not None and began != self._change_began
-        if new_change:
-            self.history.out_of_reach = 0.0
-        self._change_began = began
-        if self._last_move is not None:
-            self._last_move.keep(interval, began)
-        steps = interval.timed
-        alike = self._steps is not None and not new_change and self._steps.alike(steps)
-        self._steps = steps.after(self._steps) if alike else steps
 
     def _balance(self, interval: Interval) -> float:
         """Returns the part of the step that perfect balance would save, given the known speeds of the ranks."""
@@ -136,31 +116,21 @@ class Controller:
     def _looked(
         self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, when: Horizon
     ) -> Decision:
-        """Learns from the interval, judges the last move, searches and decides."""
-        planner, profile = self.planner, interval.profile
-        planner.costs.observe(profile, task.topology)
-        balance, error = self._balance(interval), prediction_error(planner.predict(task, plan), profile.ranks)
+        """Searches, with what was learned from the interval, and decides."""
+        balance, error = (
+            self._balance(interval),
+            prediction_error(self.planner.predict(task, plan), interval.profile.ranks),
+        )
         base = replace(base, balance_gain=balance, error_after=error)
-        if self._last_move is not None:
-            self._last_move.learned(interval, self._change_began, ranks_changed=planner.costs.ranks_changed)
-        if not interval.early:  # few steps tell little of a move
-            self._judge_last_move(task, interval)
         if balance < when.min_gain:
             return replace(base, why=below_min_gain(balance, when))
-        seconds = balance * interval.step_ms / 1000 * interval.remaining_steps
         try:
-            plans = self._candidates(task, plan, when, thresholds.SEARCH_SHARE * seconds)
-            options = self.options(task, interval, plan, plans, balance)
+            plans = self._candidates(task, plan, when, self.history.search_seconds(balance, when))
+            choice = decide(self.options(task, interval, plan, plans), self.move_cost, when)
         except PlanError as refusal:  # no reason to stop training under a plan that works
             return replace(base, why=str(refusal))
-        choice = decide(self.history, options, self.move_cost, when, interval.moves_since)
         base = replace(base, predicted_gain=choice.best.gain, uncertainty=choice.best.uncertainty, why=choice.why)
-        if choice.option is None:
-            return base
-        decision = self._move(choice.option, base, task, interval, plan, balance)
-        if decision.new_plan is not None:
-            self._judge_last_move(task, interval)  # its last chance
-        return decision
+        return base if choice.option is None else self._move(choice.option, base, task, interval, plan)
 
     def _candidates(self, task: PlacementTask, plan: ShardingPlan, when: Horizon, seconds: float) -> list[ShardingPlan]:
         """Returns legal plans other than the live one that were not refused lately: where searches end, and plans that
@@ -181,17 +151,10 @@ class Controller:
         return plans
 
     def options(
-        self,
-        task: PlacementTask,
-        interval: Interval,
-        plan: ShardingPlan,
-        plans: Sequence[ShardingPlan],
-        most: float = math.inf,
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, plans: Sequence[ShardingPlan]
     ) -> list[Option]:
-        """Returns the parts of the whole step that plans may save. most: what perfect balance would save, which caps
-        them: the best of many predictions errs on the high side."""
+        """Returns the parts of the whole step that plans may save, and what would travel."""
         saved_DP = interval.planned_part * self.planner.saved(task, plan, plans)
-        saved_DP = saved_DP - np.maximum(0.0, saved_DP.mean(axis=0) - most)
         found = []
         for other, saved_D in zip(plans, saved_DP.T, strict=True):
             bytes_of = moving_bytes(plan, other, self.bytes_of, task.wholes)
@@ -201,7 +164,7 @@ class Controller:
         return found
 
     def _move(
-        self, whole: Option, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, most: float
+        self, whole: Option, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan
     ) -> Decision:
         """Returns the move to the option, or to the first part of it that is small enough: others follow after later
         intervals."""
@@ -216,7 +179,7 @@ class Controller:
             if isinstance(part, str):
                 limit = gib(self._most_bytes)
                 return replace(base, why=f"it moves {said}, at most {limit} may move at a time, and {part}")
-            [option] = self.options(task, interval, plan, [part], most)
+            [option] = self.options(task, interval, plan, [part])
             part_of = f"a part of {said}; at most {gib(self._most_bytes)} may move at a time"
         back = bool(self.left) and option.plan == self.left[-1]
         return replace(
@@ -236,30 +199,29 @@ class Controller:
 
     def moved(self, moves: Sequence[MoveRecord], seconds: float) -> Decision:
         """Records that all ranks have carried out the last decision by these moves."""
-        decision, self._pending = self._pending, None
-        assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
-        old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
-        self.move_cost = self.move_cost.learned(decision.bytes_moved, seconds)
-        self.history.unjudged = True
-        if decision.part_of is None:  # a part asks nothing more of the next ones
-            self.history.moved(old_plan)
+        made, self._pending = self._pending, None
+        assert made is not None and made.decision.old_plan is not None, "there is no decision to carry out"
+        old_plan = made.decision.old_plan
+        made.decision = replace(made.decision, moves=tuple(moves), move_seconds=seconds)
+        if made.decision.part_of is None:  # a part asks nothing more of the next ones
+            self.history.moved_at = self.history.intervals
+        self.move_cost = self.move_cost.learned(made.decision.bytes_moved, seconds)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
-        self._last_move, self._steps = LastMove(decision, self._steps, self._early), None
-        return self._written(decision)
+        self._last_move = made
+        return self._written(made.decision)
 
     def refused(self, why: str) -> Decision:
         """Records that the ranks could not carry out the last decision; the old plan is still the live one."""
-        decision, self._pending = self._pending, None
-        assert decision is not None and decision.new_plan is not None, "there is no decision to carry out"
-        self.history.refused_at[decision.new_plan.fingerprint] = self.history.intervals
-        return self._written(replace(decision, action="refused", why=why, new_plan=None, old_plan=None))
+        pending, self._pending = self._pending, None
+        assert pending is not None and pending.decision.new_plan is not None, "there is no decision to carry out"
+        self.history.refused_at[pending.decision.new_plan.fingerprint] = self.history.intervals
+        return self._written(replace(pending.decision, action="refused", why=why, new_plan=None, old_plan=None))
 
     def _judge_last_move(self, task: PlacementTask, interval: Interval) -> None:
-        """Completes its record, where enough is known."""
-        judged = self._last_move and self._last_move.judged(self.planner, task, interval)
-        if judged:
-            self._last_move = None
-            self._written(judged)
+        """Completes its record."""
+        last, self._last_move = self._last_move, None
+        if last is not None:
+            self._written(last.judged(self.planner, task, interval))
 
     def _written(self, decision: Decision) -> Decision:
         self.log.write(decision.to_json())
@@ -272,8 +234,6 @@ class Controller:
         return {
             "last_step": self._last_step,
             "last_move": self._last_move and self._last_move.to_json(),
-            "change_began": self._change_began,
-            "steps": self._steps and self._steps.to_json(),
             "history": asdict(self.history),
             "move_cost": asdict(self.move_cost),
             "left": [plan.to_json() for plan in self.left],
@@ -285,8 +245,7 @@ class Controller:
         record = checked(ControllerRecord, state, extra="ignore")
         last_move = None if record["last_move"] is None else LastMove.from_json(record["last_move"])
         if same_ranks:
-            self._last_move, self._change_began = last_move, record.get("change_began")
-            self._steps = TimedSteps.from_json(record.get("steps"))
+            self._last_move = last_move
             self.history = made(History, record.get("history", {}))
             self.move_cost = made(MoveCost, record.get("move_cost", {}))
             self.left = [self._known(ShardingPlan.from_json(plan)) for plan in record.get("left", [])]

@@ -1,6 +1,6 @@
 """Decides whether tables should move, and to which plan: pure functions of what the plans may save.
 
-choice = decide(history, options, MoveCost(), Horizon(step_ms=20.0, steps=4000, remaining=4000, min_gain=0.01))
+choice = decide(options, MoveCost(), Horizon(step_ms=20.0, steps=4000, min_gain=0.01))
 choice.option, choice.best, choice.why        # None: stay, and why; a plan that was left is an option like others
 
 Knows no clock, no planner and no ranks. A gain is a part of the step time: 0.15 saves 15% of every step.
@@ -69,12 +69,12 @@ class Option:
 
 
 class Horizon(NamedTuple):
-    """steps: for how many the measurements are expected to hold; remaining: steps to come in the job."""
+    """steps: to come in the job. min_gain, surely: parts of the step that a move must save in the mean, and surely."""
 
     step_ms: float
     steps: int
-    remaining: int
     min_gain: float
+    surely: float = 0.0
 
 
 @dataclass
@@ -82,64 +82,54 @@ class History:
     """State that earlier looks and refusals leave for the next look.
 
     look_seconds: duration of the last look. out_of_reach: part of the step that balance would save, but no plan that
-    the last look found. unjudged: whether tables have moved and no whole interval has been looked at since.
-    moves_at: numbers of intervals at the last moves. left_at, refused_at: plan fingerprint -> number of intervals when
-    tables left it, or a rank could not take it.
+    the last look found. moved_at: number of intervals at the last whole move. refused_at: plan fingerprint -> number of
+    intervals when a rank could not take it.
     """
 
     intervals: int = 0
-    moves_at: list[int] = field(default_factory=list)
-    left_at: dict[str, int] = field(default_factory=dict)
+    moved_at: int | None = None
     refused_at: dict[str, int] = field(default_factory=dict)
     look_seconds: float = 0.0
     out_of_reach: float = 0.0
-    unjudged: bool = False
 
-    def why_not_look(self, balance: float, when: Horizon, *, whole: bool) -> str:
-        """Returns why nothing is searched for; "" where a search may gain more than it takes, or where the last move is
-        to be judged. balance: part of the step that perfect balance would save. whole: whether the interval is.
+    def why_not_look(self, balance: float, when: Horizon) -> str:
+        """Returns why nothing is searched for; "" where a search may gain much more than it takes. balance: part of the
+        step that perfect balance would save.
 
-        A search may gain what is new of the balance: for the rest the last one found no plan. Of several noisy
-        intervals each is less likely than the one before to exceed all earlier ones, so looks become ever rarer."""
-        seconds = balance * when.step_ms / 1000 * when.remaining
-        if when.remaining <= 0:
+        A search may gain what is new of the balance: for the rest the last one found no plan. So where nothing changes
+        all looks together take at most `LOOK_SHARE` of what balance would save in the job, and become ever rarer: of
+        several noisy intervals each is less likely than the one before to exceed all earlier ones."""
+        if when.steps <= 0:
             return "no steps are left"
         if balance < when.min_gain:
             return below_min_gain(balance, when)
-        if seconds <= thresholds.MOVE_SECONDS:
-            return f"at most {seconds:.2g} s to gain in the {when.remaining} steps left"
-        if self.unjudged and whole:
-            return ""
         at_stake = balance - self.out_of_reach
         if at_stake < when.min_gain:
             return f"perfect balance would save {percent(balance)}, about what the last search found no plan for"
         seconds = at_stake * when.step_ms / 1000 * when.steps
+        if seconds <= thresholds.MOVE_SECONDS:
+            return f"at most {seconds:.2g} s to gain in the {when.steps} steps left"
         if self.look_seconds > thresholds.LOOK_SHARE * seconds:
             return f"at most {seconds:.2g} s to gain, and a search takes {self.look_seconds:.2g} s"
         return ""
 
-    def looked(self, seconds: float, balance: float, best_gain: float, *, whole: bool = True) -> None:
-        """Remembers a look. best_gain: gain of the plan that saves most. The few steps of a new change tell too little
-        for what was not found to be out of reach."""
-        self.look_seconds = seconds
-        if whole:
-            self.out_of_reach, self.unjudged = balance - max(0.0, best_gain), False
+    def search_seconds(self, balance: float, when: Horizon) -> float:
+        """Returns what a search may take."""
+        return thresholds.LOOK_SHARE * max(0.0, balance - self.out_of_reach) * when.step_ms / 1000 * when.steps
+
+    def looked(self, seconds: float, balance: float, best_gain: float, *, early: bool) -> None:
+        """Remembers a look. best_gain: gain of the plan that saves most. early: the few steps of a new change tell too
+        little for what was not found to be out of reach."""
+        self.look_seconds, self.out_of_reach = seconds, 0.0 if early else balance - max(0.0, best_gain)
 
     def refused_lately(self, plan: ShardingPlan) -> bool:
         """Whether a rank refused the plan in the last intervals; later there may be memory for it."""
         return self._lately(self.refused_at.get(plan.fingerprint))
 
-    def moved(self, old_plan: ShardingPlan) -> None:
-        """Remembers a whole move, which a part of a larger one is not."""
-        self.moves_at = [*self.moves_at, self.intervals][-thresholds.MEMORY :]
-        self.left_at[old_plan.fingerprint] = self.intervals
-
-    def must_surely_save(self, plan: ShardingPlan, min_gain: float, moves_since: int) -> float:
-        """Returns what a move must surely save: more than nothing where tables have moved lately, or left this plan, so
-        that noise does not move them to and fro. moves_since: the last moves, made for the same change as this one."""
-        earlier = self.moves_at[: max(0, len(self.moves_at) - moves_since)]
-        lately = self._lately(earlier[-1] if earlier else None) or self._lately(self.left_at.get(plan.fingerprint))
-        return min_gain if lately else 0.0
+    def must_surely_save(self, min_gain: float) -> float:
+        """Returns what a move must surely save: more than nothing where tables have moved lately, so that noise does
+        not move them to and fro."""
+        return min_gain if self._lately(self.moved_at) else 0.0
 
     def _lately(self, at: int | None) -> bool:
         return at is not None and self.intervals - at <= thresholds.MEMORY
@@ -153,11 +143,11 @@ class Choice(NamedTuple):
     why: str = ""
 
 
-def decide(history: History, options: Sequence[Option], cost: MoveCost, when: Horizon, moves_since: int = 0) -> Choice:
-    """Returns the option that saves most seconds over the horizon, among those whose mean gain is at least `min_gain`,
-    that surely gain, and that save more than moving takes."""
+def decide(options: Sequence[Option], cost: MoveCost, when: Horizon) -> Choice:
+    """Returns the option that saves most seconds in the steps left, among those that save `min_gain` in the mean,
+    surely more than `surely`, and more than moving takes."""
     ordered = sorted(options, key=lambda one: _net_seconds(one, cost, when), reverse=True)
-    reasons = [_reason_to_stay(one, history, cost, when, moves_since) for one in ordered]
+    reasons = [_reason_to_stay(one, cost, when) for one in ordered]
     for option, why in zip(ordered, reasons, strict=True):
         if not why:
             return Choice(option, option)
@@ -168,22 +158,21 @@ def _net_seconds(option: Option, cost: MoveCost, when: Horizon) -> float:
     return option.gain * when.step_ms / 1000 * when.steps - cost.seconds(option.bytes, option.parts)
 
 
-def _reason_to_stay(option: Option, history: History, cost: MoveCost, when: Horizon, moves_since: int) -> str:
+def _reason_to_stay(option: Option, cost: MoveCost, when: Horizon) -> str:
     gain = option.gain
     best = f"best candidate saves {percent(gain)}"
     if not math.isfinite(gain) or gain <= 0 or option.tables == 0:
         return "no candidate is faster than the current plan"
     if gain < when.min_gain:
         return f"{best}, below min_gain {percent(when.min_gain)}"
-    asked, margin = history.must_surely_save(option.plan, when.min_gain, moves_since), percent(gain - option.surely)
-    if option.surely <= asked:
+    if option.surely <= when.surely:
+        margin = percent(gain - option.surely)
         if option.surely <= 0:
             return f"{best}, give or take {margin}: not surely a gain"
-        return f"{best}, give or take {margin}; after recent moves it must surely save {percent(asked)}"
+        return f"{best}, give or take {margin}; after recent moves it must surely save {percent(when.surely)}"
     net, moving = _net_seconds(option, cost, when), cost.seconds(option.bytes, option.parts)
     if net <= 0:
-        those = "left" if when.steps == when.remaining else "for which so new a change may be expected to last"
-        saved = f"{net + moving:.2g} s in the {when.steps} steps {those}"
+        saved = f"{net + moving:.2g} s in the {when.steps} steps left"
         return f"{best}: {saved}; moving {gib(option.bytes)} takes {moving:.2g} s"
     return ""
 

@@ -36,10 +36,8 @@ class Interval:
 
     throughput: examples/s over all ranks. remaining_steps: steps to come. samples: number of steps whose stages were
     timed; timed_SW4: ms of each. cores_S: for each timed step the least part of the time for which a rank had its core;
-    () where unknown. changed_steps: steps since the ranks' times changed, where they did so in mid-interval;
-    moves_since: number of moves since then; before_change: timed steps before it, of the interval that it ended. early:
-    whether the interval ended before its time. gather_seconds: time for which training stood still until all this was
-    known."""
+    () where unknown. early: whether the interval began with a change in the ranks' times, and ended before its time.
+    gather_seconds: time for which training stood still until all this was known."""
 
     epoch: int
     step: int
@@ -48,9 +46,6 @@ class Interval:
     remaining_steps: int
     samples: int = thresholds.LEAST_SAMPLES
     timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
-    changed_steps: int | None = None
-    moves_since: int = 0
-    before_change: TimedSteps | None = None
     early: bool = False
     cores_S: tuple[float, ...] = ()
     gather_seconds: float = 0.0
@@ -74,14 +69,6 @@ class Interval:
     def planned_part(self) -> float:
         """Returns the part of the step in the stages that plans decide."""
         return step_cost_ms(self.profile.ranks) / self.step_ms
-
-    @property
-    def lasting_steps(self) -> int:
-        """Returns for how many steps the measurements are expected to hold: to the end, if nothing has changed. With no
-        knowledge of how long changes last (a density of 1/T), one of t steps lasts x more with probability
-        t / (t + x)."""
-        t, left = self.changed_steps, max(0, self.remaining_steps)
-        return left if t is None else round(t * math.log1p(left / max(1, t)))
 
 
 def error_of_median(count: int) -> float:

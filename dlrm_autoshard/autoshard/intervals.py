@@ -12,7 +12,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,20 +40,17 @@ from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
-from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.records.plans import write_plan
 from dlrm_autoshard.tables import StatsRecord, TableStats
 
 
-@dataclass(frozen=True)
-class Carried:
-    """Steps that showed a change, carried into the next interval. timed: number of sampled steps. samples, seconds:
-    this rank's real samples in the other steps, and their time. before: timed steps before the change, on rank 0."""
+class Mark(NamedTuple):
+    """A place in an interval: steps of the job before it, and since the interval began this rank's real samples in
+    steps that were not sampled out of turn, and their time."""
 
-    timed: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    before: TimedSteps | None = None
+    step: int
+    samples: int
+    seconds: float
 
 
 class Ended(NamedTuple):
@@ -81,14 +78,6 @@ class IntervalsRecord(TypedDict):
     watch: NotRequired[dict[str, Any]]
 
 
-class Timed(NamedTuple):
-    """Planned stages of sampled steps, in ms, and the least part of the time for which a rank had its core; cores_S is
-    () where that is not measured."""
-
-    stages_SW4: np.ndarray
-    cores_S: tuple[float, ...]
-
-
 class Intervals:
     """Splits a training loop into intervals. stats: the tables' newest statistics. batch_size: over all ranks.
     resharding: None where tables stay."""
@@ -109,9 +98,7 @@ class Intervals:
         self._placement, self._run_dir = placement, run_dir
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
-        self._carried = Carried()
         self._rest = False  # whether this interval began with a decision before its time
-        self._suspected = 0, 0.0  # samples and seconds up to the first step that suggested a change, if any were usual
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if reshards(settings, runtime.world_size):
@@ -155,8 +142,10 @@ class Intervals:
         tell: hears of an interval that has ended, between the two; its time counts to neither.
         """
         self._count(step, samples)
-        if whole or self._watch.is_due(step, self._clock.samples):
-            self.end(number, step, remaining_steps, early=not whole, tell=tell)
+        if early := not whole and self._watch.is_due(self._clock.samples):
+            self._cut(number, tell)
+        if whole or early:
+            self.end(number, step, remaining_steps, early=early, tell=tell)
 
     def end(
         self, number: int, step: int, remaining_steps: int, *, early: bool = False, tell: Callable[[Ended], None]
@@ -166,20 +155,18 @@ class Intervals:
         started = time.perf_counter()
         with random_numbers_kept(self._embeddings.device):
             record, decision = self._close(number, step, remaining_steps, early=early)
-        noticed = self._watch.noticed if early and decision is None else None
-        tell(Ended(record, decision, noticed, time.perf_counter() - started))
+        tell(Ended(record, decision, None, time.perf_counter() - started))
         self._open(step)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    def _open(self, step: int) -> None:
-        """Begins an interval. Keeps only those earlier timed steps that showed a change."""
-        carried, self._carried, self._suspected = self._carried, Carried(), (0, 0.0)
+    def _open(self, step: int, timed: int = 0, samples: int = 0, seconds: float = 0.0) -> None:
+        """Begins an interval. timed, samples, seconds: of steps that it has already, sampled ones and others."""
         self._plan = self._embeddings.plan
-        self._clock.reset(keep=carried.timed)
-        self._before_change = carried.before
-        self.first_step, self._timed, self._samples = step, self._clock.samples, carried.samples
-        self._paused, self._started = 0.0, time.perf_counter() - carried.seconds
+        self._clock.reset(keep=timed)
+        self.first_step, self._timed, self._samples = step, self._clock.samples, samples
+        self._paused, self._started = 0.0, time.perf_counter() - seconds
+        self._suspected = Mark(step, 0, 0.0)
 
     def _count(self, step: int, samples: int) -> None:
         """Counts the last of `step` steps, with this rank's real samples in it. Collective where it was sampled. Begins
@@ -187,7 +174,7 @@ class Intervals:
         if self._embeddings.plan is not self._plan and self._embeddings.plan != self._plan:
             if self._runtime.rank == 0:
                 write_plan(self._run_dir, step, self._embeddings.plan)
-            self._watch.decided(step, early=False, moved=True)
+            self._watch.decided(step, moved=True)
             self._open(step)
             return
         sampled, self._timed = self._clock.samples > self._timed, self._clock.samples
@@ -199,44 +186,36 @@ class Intervals:
             started = time.perf_counter()
             by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
             self.exclude(time.perf_counter() - started)
-            first = self._watch.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
-            if first and not self._watch.learns:
-                self._suspected = self._samples, self._seconds
+            if self._watch.see(by_rank[:, :-1], float(by_rank[:, -1].max())):
+                self._suspected = Mark(step - 1, self._samples, self._seconds)
+                self._observer.begin()  # times of after a change are no use beside lookups of before it
+
+    def _cut(self, number: int, tell: Callable[[Ended], None]) -> None:
+        """Ends the interval where a change was first seen, and begins one of the steps since."""
+        started, mark, timed = time.perf_counter(), self._suspected, min(self._watch.unusual, self._clock.samples)
+        samples, seconds = self._samples - mark.samples, self._seconds - mark.seconds
+        if mark.step > self.first_step:
+            record, _ = self._measured(number, mark, 0, early=False)
+            tell(Ended(record, None, self._watch.noticed, time.perf_counter() - started))
+        self._open(mark.step, timed, samples, seconds)
 
     def _close(
         self, number: int, step: int, remaining_steps: int, *, early: bool
     ) -> tuple[IntervalProfile | None, Decision | None]:
         """Writes the measurements, decides, moves tables. None where nothing was measured, or no decision is due."""
-        started, (samples, seconds) = time.perf_counter(), self._suspected
-        since = self._samples - samples, self._seconds - seconds
-        record, profile, timed = self._recorded(number, step)
-        if early and (kept := self._watch.cut()) is not None:
-            throughput = sum(self._runtime.gather(samples / seconds if seconds > 0 else 0.0) or ())
-            before = None
-            if profile is not None and throughput > 0 and len(timed.stages_SW4) > kept:
-                stages_SW4, cores_S = timed.stages_SW4[:-kept], timed.cores_S[:-kept]
-                before = Interval(number, step, profile, throughput, 0, timed_SW4=stages_SW4, cores_S=cores_S).timed
-            self._carried = Carried(kept, *since, before)
-            return record, None
+        mark = Mark(step, self._samples, self._seconds)
+        record, interval = self._measured(number, mark, remaining_steps, early=early)
         if not early:
             self._watch.ended(step - self.first_step)
-        interval = None
-        if record is not None and profile is not None:
-            self.stats = profile.stats
-            if record.throughput > 0:
-                changed_steps, moves_since = self._watch.since_change(step)
-                interval = Interval(
-                    number, step, profile, record.throughput, remaining_steps, record.samples, timed.stages_SW4,
-                    changed_steps, moves_since, self._before_change, early, timed.cores_S,
-                    time.perf_counter() - started,
-                )  # fmt: skip
+        if interval is not None:
+            self.stats = interval.profile.stats
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
         rest, self._rest = self._rest, early
         if rest and not early and self._clock.samples < thresholds.LEAST_SAMPLES:
             return record, None  # it was decided a few steps ago
         decision = self.resharding.after_interval(interval)
-        self._watch.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
+        self._watch.decided(step, moved=decision is not None and decision.new_plan is not None)
         return record, decision
 
     @property
@@ -244,16 +223,18 @@ class Intervals:
         """Returns the seconds of training in this interval so far."""
         return time.perf_counter() - self._started - self._paused
 
-    def _recorded(self, number: int, step: int) -> tuple[IntervalProfile | None, StepProfile | None, Timed]:
-        """Each rank appends its own line; rank 0 the gathered one, and has a profile, and each timed step, where steps
-        were sampled."""
-        runtime, embeddings, seconds = self._runtime, self._embeddings, self._seconds
-        plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
+    def _measured(
+        self, number: int, end: Mark, remaining_steps: int, *, early: bool
+    ) -> tuple[IntervalProfile | None, Interval | None]:
+        """Each rank appends its own line; rank 0 the gathered one, and returns it, and what can be decided on where
+        steps were sampled."""
+        started, runtime, embeddings = time.perf_counter(), self._runtime, self._embeddings
+        plan, tables = embeddings.plan, embeddings.tables
         own = [shard for shard in shard_tables(tables, plan) if plan.rank_of[shard.name] == runtime.rank]
         mine = RankInterval(
             epoch=number,
             first_step=self.first_step,
-            end_step=step,
+            end_step=end.step,
             rank=runtime.rank,
             host=platform.node(),
             device=str(embeddings.device),
@@ -261,38 +242,41 @@ class Intervals:
             table_bytes=sum(t.weight_bytes + t.optimizer_bytes(embeddings.config.optimizer.name) for t in own),
             stages=self._clock.summary(),
             step_ms=self._clock.step_ms,
-            throughput=self._samples / seconds if seconds > 0 else 0.0,
+            throughput=end.samples / end.seconds if end.seconds > 0 else 0.0,
             cpu_share=self._clock.cpu_share,
             peak_memory_bytes=peak_memory(embeddings.device),
         )
         append_jsonl(rank_file(self._run_dir, runtime.rank), mine.to_json())
         timed = self._clock.timed_ms(PLANNED_STAGES), self._clock.cpu_shares
         gathered = runtime.gather((mine, self._observer.summary(), timed))
-        nothing = Timed(np.zeros((0, runtime.world_size, len(PLANNED_STAGES))), ())
         if gathered is None:
-            return None, None, nothing
-        seen = of_whole_tables(observed for _, observed, _ in gathered)
+            return None, None
+        ranks, seen_W, timed_W = zip(*gathered, strict=True)
+        seen = of_whole_tables(seen_W)
         stats = tuple(seen.get(table.name, stat) for table, stat in zip(tables, self.stats, strict=True))
         planner, predicted = self._placement.planner, None
         if planner is not None:
             predicted = planner.predict(replace(self._placement.task, stats=self.stats), plan)
-        record = IntervalProfile.gather([rank for rank, *_ in gathered], plan, tables, stats, batch_size, predicted)
+        record = IntervalProfile.gather(ranks, plan, tables, stats, self.batch_size, predicted)
         append_jsonl(epochs_file(self._run_dir), record.to_json())
-        if self._clock.samples == 0:
-            return record, None, nothing
-        costs = tuple(rank.cost for rank, *_ in gathered)
-        noise = record.noise * error_of_median(record.samples)  # of the typical step, not of a single one
-        dense = tuple(rank.dense_ms for rank, *_ in gathered if rank.dense_ms)
-        cores = tuple(rank.cpu_share for rank, *_ in gathered if rank.cpu_share)
-        alone = len(dense) == len(gathered)  # else ranks may wait in what looks like computing
+        if self._clock.samples == 0 or record.throughput <= 0:
+            return record, None
+        dense = tuple(rank.dense_ms for rank in ranks if rank.dense_ms)
+        cores = tuple(rank.cpu_share for rank in ranks if rank.cpu_share)
+        alone = len(dense) == len(ranks)  # else ranks may wait in what looks like computing
         profile = StepProfile(
-            plan, tables, stats, batch_size, costs, "measured", noise,
+            plan, tables, stats, self.batch_size, tuple(rank.cost for rank in ranks), "measured",
+            record.noise * error_of_median(record.samples),  # of the typical step, not of a single one
             dense_ms=dense if alone else None,
-            core_shares=cores if alone and len(cores) == len(gathered) else None,
+            core_shares=cores if alone and len(cores) == len(ranks) else None,
         )  # fmt: skip
-        stages_SW4 = np.array(list(zip(*(stages for *_, (stages, _) in gathered), strict=True)))
-        cores_S = tuple(min(shares) for shares in zip(*(shares for *_, (_, shares) in gathered), strict=True))
-        return record, profile, Timed(stages_SW4, cores_S)
+        return record, Interval(
+            number, end.step, profile, record.throughput, remaining_steps, record.samples,
+            timed_SW4=np.array(list(zip(*(stages for stages, _ in timed_W), strict=True))),
+            cores_S=tuple(min(shares) for shares in zip(*(shares for _, shares in timed_W), strict=True)),
+            early=early,
+            gather_seconds=time.perf_counter() - started,
+        )  # fmt: skip
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,10 @@ class TableObserver:
 
     def __init__(self, embeddings: PlacedTables) -> None:
         self._embeddings = embeddings
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Counts afresh."""
         self._plan = self._embeddings.plan
         self._samples = 0
         self._ids: np.ndarray | None = None
@@ -33,7 +34,7 @@ class TableObserver:
     def observe(self, ids: ArrivedIds, real_samples: int) -> None:
         """real_samples: over all ranks."""
         if self._embeddings.plan != self._plan:
-            self._begin()
+            self.begin()
         num_bags = ids.batch_size * self._embeddings.plan.world_size
         offsets = ids.offsets.cpu().numpy()
         counts = np.diff(offsets[::num_bags])
@@ -47,7 +48,7 @@ class TableObserver:
         """name -> statistics, for the tables (or ranges of their rows) of which this rank owns something; {} where
         nothing was observed, or tables have moved since. Starts afresh."""
         if self._ids is None or self._first is None or self._embeddings.plan != self._plan:
-            self._begin()
+            self.begin()
             return {}
         shards = [shard.name for shard in self._embeddings.local_lookups]
         owned = {name: number for number, name in enumerate(dict.fromkeys(shards))}
@@ -64,7 +65,7 @@ class TableObserver:
             name: replace(seen, mean_pooling=float(mean), features=features)
             for name, mean, seen, features in zip(names, pooling, reuse, counts, strict=True)
         }
-        self._begin()
+        self.begin()
         return result
 
 

@@ -1,8 +1,8 @@
 """Chooses which steps are timed, and notices in mid-interval that ranks wait for one another otherwise than they did.
 
-watch.is_sampled(step)                        # the fewer the longer nothing changes; more while a change is suspected
-watch.timed(step), watch.see(step, stages_W4, ms)     # of each sampled step, the same on every rank
-watch.is_due(step, samples)                   # a change is seen: `cut`; or enough was measured since: decide, `decided`
+watch.is_sampled(step)                                # the fewer the longer nothing changes; more while in doubt
+watch.timed(step), watch.see(stages_W4, ms)           # of each sampled step, the same on every rank
+watch.is_due(samples), watch.noticed                  # a change is seen: decide now, then `watch.decided`
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.config import ProfileConfig
 from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, balance_gains
 
-_KEPT = ("_timed_at", "_due_at", "_alike_since", "_interval", "_cut_at", "_seen_at", "_moved")
+_KEPT = ("_timed_at", "_due_at", "_alike_since", "_interval", "_moved")
 
 
 def steps_of_part(epoch: int, total: int) -> int:
@@ -29,37 +28,22 @@ def steps_of_part(epoch: int, total: int) -> int:
     return math.ceil(epoch / max(1, math.ceil(epoch / longest)))
 
 
-@dataclass
-class Change:
-    """at: the step after which it was first seen. decide_at: when it may be decided on; after a decision, when it has
-    lasted twice as long, for then more is known of it, and a costlier move may pay. moves: that were made since."""
-
-    at: int
-    decide_at: int = 0
-    moves: int = 0
-
-
 class Watch:
-    """Two cumulative sums (CUSUM; Page 1954, Biometrika 41) of how far two parts of a step lie above the usual: what
-    perfect balance would save, and how far ranks' computing is from where it usually is beside one another (where a
-    slow rank recovers, balance may save as much as before, of other ranks). Both are of each step by itself, so that a
-    machine that is slower as a whole changes nothing.
+    """Compares two parts of each sampled step with the usual: what perfect balance would save, and how far ranks'
+    computing is from where it usually is beside one another (where a slow rank recovers, balance may save as much as
+    before, of other ranks). Both are of each step by itself, so a machine that is slower as a whole changes nothing.
     """
 
     def __init__(self, profile: ProfileConfig, min_gain: float | None) -> None:
         """min_gain: smaller changes, as parts of a step, are none; None where intervals have their whole time."""
         self._profile, self.watches = profile, min_gain is not None
         self._least = max(min_gain or 0.0, thresholds.USUAL_SCATTER)
-        self._begun = self._seen_at = self._timed_at = 0
+        self._begun = self._timed_at = 0
         self._due_at = self._alike_since = 0  # the next step to sample in any case; the first after the last change
         self._interval = 1e9  # steps of the last whole one
-        self._cut_at = -1
-        self._change: Change | None = None  # in this interval
         self._moved = False  # since the job began
-        self.noticed = ""  # of the last change, in words
         self._usual: deque[np.ndarray] = deque(maxlen=thresholds.SAMPLES_OF_USUAL)
-        self._unusual: list[np.ndarray] = []
-        self._sums_2 = np.zeros(2)
+        self._unusual: list[np.ndarray] = []  # the last sampled steps, as far as they are
 
     def begin(self, step: int) -> None:
         """Training starts, or starts again, with this step; the first are to warm up."""
@@ -70,8 +54,9 @@ class Watch:
     # -- which steps are timed -----------------------------------------------------------------------------------------
 
     def is_sampled(self, step: int) -> bool:
-        hurried = self._hurried(step)
-        return self._warm(step) and (step >= self._due_at or (hurried > 0 and step + 1 >= self._timed_at + hurried))
+        if not self._profile.enabled or step < self._begun + self._profile.warmup_steps:
+            return False
+        return step >= self._due_at or (self._hurries and step + 1 >= self._timed_at + self._hurried())
 
     def timed(self, step: int) -> bool:
         """Counts a sampled step, after so many in all. Returns whether it would have been sampled in any case."""
@@ -81,7 +66,7 @@ class Watch:
         return regular
 
     def ended(self, steps: int) -> None:
-        """A whole interval, of so many steps."""
+        """Counts a whole interval, of so many steps."""
         self._interval = steps
 
     def _usual_distance(self, step: int) -> int:
@@ -93,49 +78,32 @@ class Watch:
         apart = max(thresholds.SAMPLED_APART, 2 * math.sqrt(max(0, step - self._alike_since)))
         return max(self._distance(4), int(min(apart, self._interval / thresholds.SAMPLES_OF_INTERVAL)))
 
-    def _hurried(self, step: int) -> int:
-        """Steps from one sampled step to the next where they are fewer than usual, else 0: while a change is suspected,
-        after it, and after a move, until it is known how ranks wait for one another now."""
-        if not self.watches or not self._warm(step):
-            return 0
-        if self._change is not None:  # enough are new each time that it has lasted twice as long
-            least = self._distance(4 if self._change.moves else 10)
-            return max(least, (step - self._change.at) // (2 * thresholds.SAMPLES_OF_CHANGE))
-        if self._sums_2.max() >= thresholds.CHANGED / 3:  # what one step that is far off shows: others cost too much
-            return self._distance(10)
-        return self._distance(4) if self._moved and self.learns else 0
+    @property
+    def _hurries(self) -> bool:
+        """Whether more steps than usual are sampled: in doubt, and after a move until the usual is known again."""
+        return bool(self._unusual) or (self._moved and self.learns)
+
+    def _hurried(self) -> int:
+        """Steps from one sampled step to the next then."""
+        return self._distance(10 if self._unusual else 4)
 
     def _distance(self, part: int) -> int:
-        """Steps, a part of the usual distance. However near they are, about as many show that a change is none."""
         return max(2, (self._profile.every_steps or thresholds.SAMPLED_APART) // part)
-
-    def _warm(self, step: int) -> bool:
-        return self._profile.enabled and step >= self._begun + self._profile.warmup_steps
 
     # -- what they show ------------------------------------------------------------------------------------------------
 
-    def see(self, step: int, stages_W4: np.ndarray, step_ms: float) -> bool:
-        """A sampled step: ms of PLANNED_STAGES on each rank, and of the whole step. Returns whether it is the first
-        that suggests a change."""
+    def see(self, stages_W4: np.ndarray, step_ms: float) -> bool:
+        """Takes a sampled step: ms of PLANNED_STAGES on each rank, and of the whole step. Returns whether it is the
+        first that suggests a change."""
         if not self.watches:
             return False
         seen = _seen(stages_W4, step_ms)
-        if self.learns:
-            self._usual.append(seen)
-            return False
-        middle_K, parts_2, scatter_2 = self._usual_parts()
-        away_2 = (_parts([seen], middle_K)[0] - parts_2) / scatter_2
-        # A step counts for what it lies above one standard deviation, and never for more than two more: one that
-        # something else disturbed is not enough.
-        self._sums_2 = np.maximum(0.0, self._sums_2 + np.minimum(away_2 - 1.0, 2.0))
-        if not self.suspects:
-            self._usual.extend([*self._unusual, seen])
-            self._unusual.clear()
-            return False
-        self._unusual.append(seen)
-        if len(self._unusual) == 1:
-            self._seen_at = step
-        return len(self._unusual) == 1
+        if not self.learns and self._is_unusual(seen):
+            self._unusual.append(seen)
+            return len(self._unusual) == 1
+        self._usual.extend([*self._unusual, seen])
+        self._unusual = []
+        return False
 
     @property
     def learns(self) -> bool:
@@ -143,77 +111,42 @@ class Watch:
         return self.watches and len(self._usual) < thresholds.LEAST_SAMPLES
 
     @property
-    def suspects(self) -> bool:
-        """Whether the last sampled steps suggest a change."""
-        return bool(self._sums_2.any())
+    def changed(self) -> bool:
+        """Whether enough sampled steps in a row show a change: one that something else disturbed is none."""
+        return len(self._unusual) >= thresholds.SAMPLES_OF_CHANGE
 
-    def is_due(self, step: int, samples: int) -> bool:
-        """Whether the interval should end before its time, after so many steps in all, of which it has timed
-        `samples`: a change has just been seen, or enough has been measured since."""
-        if self._change is None or self._sees_another:
-            return self._sees_another
-        looked = self._timed_at > self._cut_at  # at ids, too: what tables look up is counted anew from there
-        return looked and samples >= thresholds.SAMPLES_OF_CHANGE and step >= self._change.decide_at
+    def is_due(self, samples: int) -> bool:
+        """Whether the interval, of which so many steps were timed, should end before its time."""
+        return self.changed and samples >= thresholds.SAMPLES_OF_CHANGE
 
-    def cut(self) -> int | None:
-        """Where a change has just been seen: how many of the last sampled steps show it, which the next interval is to
-        be of. None where there is something to decide on."""
-        if not self._sees_another:
-            return None
-        self._change, self.noticed, self._cut_at = Change(self._seen_at), self._text(), self._timed_at
-        self._changed(self._seen_at)
+    @property
+    def unusual(self) -> int:
+        """Number of the last sampled steps that show a change."""
         return len(self._unusual)
 
-    def since_change(self, step: int) -> tuple[int | None, int]:
-        """Steps for which a change in this interval has lasted, and moves that were made since."""
-        return (None, 0) if self._change is None else (step - self._change.at, self._change.moves)
-
-    def decided(self, step: int, *, early: bool, moved: bool) -> None:
-        """early: the interval ended before its time. What was seen since the change, if it lasts, is the usual from now
-        on; after a move nothing is."""
+    def decided(self, step: int, *, moved: bool) -> None:
+        """Takes what was seen since a change, if it lasts, for the usual from now on; after a move nothing is."""
+        if moved or self.changed:
+            self._usual = deque([] if moved else self._unusual, maxlen=thresholds.SAMPLES_OF_USUAL)
+            self._unusual, self._alike_since = [], step
+            self._due_at = min(self._due_at, step - 1 + self._usual_distance(step))
         self._moved |= moved
         self._timed_at = step  # the next is some steps away: the first after a move are slow
-        if moved:
-            self._changed(step)
-            self._learn([])
-        elif self._change is not None:
-            self._learn(self._unusual if self.changed else [*self._usual, *self._unusual])
-        if not early:
-            self._change = None
-        elif self._change is not None:
-            self._change.decide_at = step + (step - self._change.at)
-            self._change.moves += moved
 
-    def _learn(self, usual: Sequence[np.ndarray]) -> None:
-        self._usual = deque(usual, maxlen=thresholds.SAMPLES_OF_USUAL)
-        self._unusual, self._sums_2 = [], np.zeros(2)
-
-    def _usual_parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The middle of what is usually seen; middle and standard deviation of its `_parts`, wider of few steps."""
+    def _is_unusual(self, seen: np.ndarray) -> bool:
+        """Whether a part of the step lies above what is usual by `CHANGED` standard deviations, wider of few steps."""
         middle_K, count = np.median(self._usual, axis=0), len(self._usual)
         low_2, middle_2, high_2 = np.quantile(_parts(self._usual, middle_K), [0.25, 0.5, 0.75], axis=0)
         of_few = math.sqrt(1 + 1 / count) * (1 + 1.2 / (count - 2))  # Student's t, about
-        return middle_K, middle_2, np.maximum((high_2 - low_2) / IQR_OF_NORMAL, self._least) * of_few
+        scatter_2 = np.maximum((high_2 - low_2) / IQR_OF_NORMAL, self._least) * of_few
+        above_2 = (_parts([seen], middle_K)[0] - middle_2) / scatter_2
+        return bool(above_2.max() >= thresholds.CHANGED)
 
     @property
-    def changed(self) -> bool:
-        """Whether the last sampled steps surely show a change."""
-        return bool(self._sums_2.max() >= thresholds.CHANGED)
-
-    @property
-    def _sees_another(self) -> bool:
-        """A change, beside one that has been decided on."""
-        known = self._change is not None and self._change.decide_at == 0
-        return self.changed and not known
-
-    def _changed(self, step: int) -> None:
-        self._alike_since = step
-        self._due_at = min(self._due_at, self._timed_at + self._usual_distance(step))
-
-    def _text(self) -> str:
+    def noticed(self) -> str:
         """'perfect balance would now save 31% of the step, where it was 4%'"""
         now, then = np.median(self._unusual, axis=0), np.median(self._usual, axis=0)
-        if self._sums_2[0] >= thresholds.CHANGED:
+        if now[0] - then[0] >= self._least:
             return f"perfect balance would now save {now[0]:.0%} of the step, where it was {max(then[0], 0.0):.0%}"
         moved_W = (now - then)[1:]
         more, less = int(moved_W.argmax()), int(moved_W.argmin())  # of two ranks, by as much: then who is waited for
@@ -224,17 +157,12 @@ class Watch:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in _KEPT},
-            "change": None if self._change is None else asdict(self._change),
-            "usual": [seen.tolist() for seen in self._usual],
-        }
+        return {**{name: getattr(self, name) for name in _KEPT}, "usual": [seen.tolist() for seen in self._usual]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in _KEPT:
             setattr(self, name, state[name])
-        self._change = None if state["change"] is None else Change(**state["change"])
-        self._learn([np.array(seen) for seen in state["usual"]])
+        self._usual, self._unusual = deque(map(np.array, state["usual"]), maxlen=thresholds.SAMPLES_OF_USUAL), []
 
 
 def _seen(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
@@ -246,6 +174,6 @@ def _seen(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
 
 
 def _parts(seen: Sequence[np.ndarray], middle_K: np.ndarray) -> np.ndarray:
-    """[N, 2] what is summed up, of N steps. middle_K: of the usual ones."""
+    """[N, 2] what is compared, of N steps. middle_K: of the usual ones."""
     seen_NK = np.stack(seen)
     return np.stack([seen_NK[:, 0], np.abs(seen_NK - middle_K)[:, 1:].sum(axis=1) / 2], axis=1)

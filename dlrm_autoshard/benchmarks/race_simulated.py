@@ -47,7 +47,7 @@ SCENARIOS: tuple[ScenarioName, ...] = get_args(ScenarioName)
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND, SAMPLING = 0.1, 1e9, 0.2
 """Seconds and bytes/s of a move; part of a step by which a sampled one is longer."""
-RULES = ("sure", "look", "hysteresis", "horizon", "return", "watch")
+RULES = ("sure", "look", "hysteresis", "return", "watch")
 RECOVERED_WITHIN, REFUSED, TICK_SECONDS = 0.02, 0.1, 1e-3
 """Part of the oracle's step; share of refused moves, with real noise; seconds that a clock's call counts."""
 
@@ -246,9 +246,8 @@ class _Loop:
         """Runs without these rules; `return` and `watch` are left out where the loop is made."""
         rules: dict[str, Any] = {
             "sure": patch.object(thresholds, "SURE", 0.5),
-            "look": patch.object(History, "looked", lambda *_, **__: None),
             "hysteresis": patch.object(History, "must_surely_save", lambda *_: 0.0),
-            "horizon": patch.object(Interval, "lasting_steps", property(lambda self: self.remaining_steps)),
+            "look": patch.object(History, "looked", lambda *_, **__: None),
         }
         with ExitStack() as stack:
             for name in without:
@@ -269,29 +268,24 @@ class _Loop:
                 self.timed.append(seen := self.disturbed.step(stages))
                 self.overhead += SAMPLING * self.step_ms[-1] / 1000
                 self.sampling.timed(step + 1)
-                self.sampling.see(step + 1, seen, DENSE_MS + float(seen.max(axis=0).sum()))
+                self.sampling.see(seen, DENSE_MS + float(seen.max(axis=0).sum()))
             whole = (step + 1) % STEPS == 0
-            if whole or self.sampling.is_due(step + 1, len(self.timed)):
+            if whole or self.sampling.is_due(len(self.timed)):
                 self._close(epoch, step + 1, early=not whole)
 
     def _close(self, epoch: int, step: int, *, early: bool) -> None:
-        if early and (kept := self.sampling.cut()) is not None:
-            self.timed = self.timed[-kept:] if kept else []
-            return
-        if not early:
+        if early:
+            self.timed = self.timed[-self.sampling.unusual :]
+        else:
             self.sampling.ended(STEPS)
-        changed, since = self.sampling.since_change(step)
         timed, self.timed = self.timed, []
         if not timed:
             return
         self.counts["looks"] += 1
         profile = self._profile(epoch, np.stack(timed))
-        slower = self.disturbed.machine
-        throughput = 1000 * BATCH / (self.step_ms[-1] * slower)
-        interval = Interval(
-            epoch, step, profile, throughput, EPOCHS * STEPS - step, len(timed), np.stack(timed), changed, since,
-            early=early,
-        )  # fmt: skip
+        throughput = 1000 * BATCH / (self.step_ms[-1] * self.disturbed.machine)
+        left = EPOCHS * STEPS - step
+        interval = Interval(epoch, step, profile, throughput, left, len(timed), np.stack(timed), early=early)
         old, decision = self.plan, self.controller.decide(interval, self.plan)
         self.overhead += decision.decide_seconds
         if decision.new_plan is not None:
@@ -308,7 +302,7 @@ class _Loop:
                 self.counts["moves"] += 1
                 self.counts["rolled_back"] += decision.action == "rolled_back"
                 self.counts["false"] += self.job.step_ms(epoch, new) > self.job.step_ms(epoch, old)
-        self.sampling.decided(step, early=early, moved=decision.new_plan is not None)
+        self.sampling.decided(step, moved=decision.new_plan is not None)
 
     def _profile(self, epoch: int, timed_SW4: np.ndarray) -> StepProfile:
         job = self.job
