@@ -47,10 +47,10 @@ def test_where_the_data_changed_the_old_plan_costs_what_all_that_was_learned_say
 
 def test_a_number_is_in_doubt_where_it_is_not_what_was_predicted_or_steps_do_not_compare() -> None:
     foreseen = (0.2, 0.01)
-    assert "not what was predicted, give or take 1.6%" in worth_of(steps(10), steps(10), predicted=foreseen).doubt
+    assert "but predicted 20.0%, give or take 1.6%" in worth_of(steps(10), steps(10), predicted=foreseen).doubt
     assert not worth_of(steps(10), steps(10), predicted=(0.2, 0.2)).doubt, "within both intervals"
     shared = worth_of(steps(15), steps(10, core=0.6), predicted=foreseen)
-    assert shared.incomparable == "in the 16 sampled steps compared a rank had its core for 60% of the time"
+    assert shared.incomparable == "in the 16 sampled steps compared a rank got only 60% of its CPU core"
     assert "2 before it and 8 after" in worth_of(steps(15, count=2), steps(10), predicted=foreseen).incomparable
 
 
@@ -59,7 +59,7 @@ def test_steps_in_which_other_work_had_a_core_are_left_out_where_enough_are_left
     worth = worth_of(disturbed.after(calm), steps(10), predicted=(0.2, 0.02))
     assert worth.gain == pytest.approx(0.2, abs=0.03) and not worth.doubt
     few = worth_of(disturbed.after(steps(15, count=2)), steps(10), predicted=(0.2, 0.02))
-    assert few.incomparable.startswith("in the 19 sampled steps compared a rank had its core for 59%")
+    assert few.incomparable.startswith("in the 19 sampled steps compared a rank got only 59%")
 
 
 @pytest.mark.parametrize("count", [3, 4, 12])

@@ -254,7 +254,7 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
         )
         for name in ("whole", "split")
     }
-    assert "by columns, 'big' in" in said["whole"] and "tables.optimizer.per_part" in said["whole"]
+    assert "by columns ('big' in" in said["whole"] and "tables.optimizer.per_part" in said["whole"]
     assert "'big' is split into" in said["split"] and "it would make the step cost" in said["split"]
 
 
@@ -277,9 +277,9 @@ def test_a_split_plan_is_explained_by_memory_by_parts_and_with_the_option_that_p
     assert "(32 + 32 + 32 + 32 columns): whole, it would need" in tight and "no rank has more than" in tight
     ShardingPlan({"big[0:96]": 0, "big[96:128]": 1, "small": 1}, 2).save(tmp_path / "two.json")
     uneven = said(plan="two.json")
-    assert "'big[0:96]'" in uneven and "this part alone limits the plan" in uneven and "whole tables" not in uneven
+    assert "'big[0:96]'" in uneven and "This shard alone limits the plan" in uneven and "whole tables" not in uneven
     ShardingPlan({"big": 0, "small": 1}, 2).save(tmp_path / "whole.json")
-    assert "whole tables cannot be spread further" in said(plan="whole.json")
+    assert "This table alone limits the plan" in said(plan="whole.json")
 
 
 @pytest.mark.parametrize("command", ["plan --tables T --devices 2", "explain P"])
@@ -388,7 +388,7 @@ def test_a_run_is_explained_in_the_words_and_by_the_figures_of_its_report(
     RunRecord.load(path).last.plan.save(path / "plan" / "step_00000000.json")
     found = run(capsys, "explain", path)
     told = summary(RunRecord.load(path))
-    assert found["explanation"][0] in told and found["explanation"][0].startswith("Rank 1 holds the others up by")
+    assert found["explanation"][0] in told and found["explanation"][0].startswith("Rank 1 makes the others wait")
     assert found["explanation"][1] in told and "perfect balance would have saved" in found["explanation"][1]
     assert "1 interval of the run measured" in found["costs_from"]
     slowest = max(cost["fwd_compute"] for cost in found["predicted"])

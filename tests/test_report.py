@@ -16,7 +16,7 @@ from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.decisions import DecisionLog
-from dlrm_autoshard.records.diagnosis import drift, table_costs_ms, who_is_slow
+from dlrm_autoshard.records.diagnosis import describe_straggler, drift, table_costs_ms
 from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
@@ -25,7 +25,7 @@ from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.page_data import page_data
 from dlrm_autoshard.report.page_sections import page_sections
-from dlrm_autoshard.report.summary import summary, what_it_cost, who_was_slow
+from dlrm_autoshard.report.summary import autoshard_overhead, earlier_stragglers, summary
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.training.run_log import Journal
@@ -72,7 +72,7 @@ def test_where_all_ranks_are_starved_alike_the_one_with_more_work_is_overloaded(
     late = make_profile(work=(2, 1), cpu_share=(0.6, 0.2)).straggler  # less work, but later: it had less of its core
     assert late is not None and (late.rank, late.cause) == (1, "starved of CPU")
     record = RunRecord("x", {}, (profile,))
-    assert any("Every rank had its core for at most" in sentence for sentence in summary(record))
+    assert any("Every rank got at most" in sentence for sentence in summary(record))
 
 
 def test_even_ranks_have_no_straggler_and_one_rank_has_none() -> None:
@@ -100,8 +100,8 @@ def test_nobody_is_blamed_for_noise(samples: int) -> None:
     profiles = [noisy_profile(draw, samples) for _ in range(60)]
     blamed = [profile for profile in profiles if profile.straggler is not None]
     assert len(blamed) <= 6
-    said = [who_is_slow(profile) or "" for profile in profiles if profile.straggler is None]
-    assert any(f"Nobody can be said to hold the others up: in {samples} sampled steps" in text for text in said)
+    said = [describe_straggler(profile) or "" for profile in profiles if profile.straggler is None]
+    assert any(f"No rank is significantly slower: over {samples} sampled steps" in text for text in said)
 
 
 def test_whoever_is_slow_is_blamed_with_an_interval_once_enough_steps_were_sampled() -> None:
@@ -118,9 +118,11 @@ def test_a_table_is_said_to_limit_the_plan_only_with_the_rank_that_it_makes_slow
     heavy = [replace(stat, mean_pooling=900.0 if i == 1 else 1.0) for i, stat in enumerate(stats)]
     plan = ShardingPlan({table.name: i % 2 for i, table in enumerate(tables)}, 2)
     slow = IntervalProfile.gather(make_ranks(plan, tables, (1.0, 3.0)), plan, tables, heavy, 2048)
-    assert "this table alone limits the plan" in (who_is_slow(slow) or "") and "'cat_1'" in (who_is_slow(slow) or "")
+    assert "This table alone limits the plan" in (describe_straggler(slow) or "") and "'cat_1'" in (
+        describe_straggler(slow) or ""
+    )
     even = IntervalProfile.gather(make_ranks(plan, tables, (1.0, 1.0)), plan, tables, heavy, 2048)
-    assert "limits" not in (who_is_slow(even) or "")
+    assert "limits" not in (describe_straggler(even) or "")
 
 
 def test_stages_that_were_not_measured_are_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,14 +309,14 @@ def test_an_empty_directory_and_none_at_all_are_clear_errors(tmp_path: Path) -> 
     with pytest.raises(ReportError, match=r"is not a directory"):
         RunRecord.load(tmp_path / "nowhere")
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(ReportError, match=r"holds no run: .*but photo\.jpg"):
+    with pytest.raises(ReportError, match=r"is not a run directory: .*only photo\.jpg"):
         RunRecord.load(tmp_path)
 
 
 def test_a_run_killed_in_its_first_epoch_says_what_is_there(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", epochs=1)
     epochs_file(run).unlink()
-    with pytest.raises(ReportError, match=r"no complete epoch yet.*There is config\.yaml, costs/.*up to step 100"):
+    with pytest.raises(ReportError, match=r"no complete epoch yet.*It has config\.yaml, costs/.*up to step 100"):
         RunRecord.load(run)
 
 
@@ -325,7 +327,7 @@ def test_a_run_killed_in_a_later_epoch_is_reported_up_to_the_last_complete_one(t
     (run / RESULT).unlink()
     record = RunRecord.load(run)
     assert len(record.intervals) == 2 and {rank.epoch for rank in record.ranks} == {0, 1}
-    assert "to step 200, in epoch 1 (from 0) of 3; it was last seen at step 300" in (record.stopped_early or "")
+    assert "up to step 200 (last metrics: step 300), in epoch 1 (from 0) of 3" in (record.stopped_early or "")
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -456,7 +458,7 @@ def test_the_terminal_report_names_the_straggler(tmp_path: Path, capsys: pytest.
     assert straggler is not None
     assert main(["report", str(run)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"Rank 1 holds the others up by {straggler.excess_ms:.3g} ms" in said and straggler.tables[0][0] in said
+    assert f"Rank 1 makes the others wait {straggler.excess_ms:.3g} ms" in said and straggler.tables[0][0] in said
 
 
 @pytest.mark.usefixtures("narrow")
@@ -470,9 +472,8 @@ def test_an_epoch_without_a_sampled_step_is_reported_as_such(
     plan = RunRecord.load(run).last.plan
     append_jsonl(epochs_file(run), IntervalProfile.gather(short, plan, tables, stats, 2048).to_json())
     assert main(["report", str(run)]) == 0
-    assert (
-        "None of these 100 steps was sampled, so there are no stages to show: lower profile.warmup_steps"
-        in " ".join(capsys.readouterr().out.split())
+    assert "None of these 100 steps was sampled, so there are no stage times. Lower profile.warmup_steps" in " ".join(
+        capsys.readouterr().out.split()
     )
     assert main(["report", str(run), "--html"]) == 0
     assert RunRecord.load(run).last.straggler is None, "where nothing was measured nobody was slow"
@@ -500,7 +501,9 @@ def test_a_last_interval_of_a_step_or_two_does_not_hide_what_is_known(tmp_path: 
     record = RunRecord.load(write_run(tmp_path / "run", epochs=2))
     short = replace(record.last, first_step=200, end_step=202, samples=1, error_ms={})
     grown = replace(record, intervals=(*record.intervals, short), decisions=())
-    assert verdict(grown)[0] == who_is_slow(record.last) and "perfect balance would have saved" in verdict(grown)[1]
+    assert (
+        verdict(grown)[0] == describe_straggler(record.last) and "perfect balance would have saved" in verdict(grown)[1]
+    )
     assert "202 steps." in " ".join(summary(grown))
 
 
@@ -517,8 +520,8 @@ def test_csv_has_a_row_for_every_epoch_rank_and_stage(tmp_path: Path, capsys: py
 
 def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6, starved_epoch=2))
-    assert who_was_slow(record) == [
-        "Earlier the others were held up by rank 3 (load) in epochs 0 to 1 and rank 0 (starved of CPU) in epoch 2."
+    assert earlier_stragglers(record) == [
+        "Earlier stragglers: rank 3 (load) in epochs 0 to 1 and rank 0 (starved of CPU) in epoch 2."
     ]
     first, *_ = moves = [decision for decision in record.decisions if decision["action"] == "moved"]
     one = replace(record, decisions=(first,))
@@ -532,10 +535,10 @@ def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: 
     even = {**first, "measured_gain": -0.0001, "paid_back_after_steps": None}
     and_back = (two[0], {"action": "kept"}, two[1], {"action": "rolled_back"}, even)
     assert "saved 13.9% (11.2 to 16.6%) and 0.0% (11.2" in autoshard_in_one_line(replace(record, decisions=and_back))
-    doubted = {**first, "doubt": "a rank had its core for 60% of the time", "paid_back_after_steps": None}
-    said = "what it saved is not known (a rank had its core for 60% of the time)"
+    doubted = {**first, "doubt": "a rank got only 60% of its CPU core", "paid_back_after_steps": None}
+    said = "gain unknown (a rank got only 60% of its CPU core)"
     assert autoshard_in_one_line(replace(record, decisions=(doubted,))).endswith(f": {said}")
-    assert "what 1 of them saved is not known (no interval followed)" in autoshard_in_one_line(
+    assert "gain of 1 of them unknown (no interval after it)" in autoshard_in_one_line(
         replace(record, decisions=(first, {"action": "moved"}))
     )
 
@@ -544,12 +547,12 @@ def test_what_it_cost_is_told_beside_what_the_whole_took(tmp_path: Path) -> None
     record = replace(RunRecord.load(write_run(tmp_path / "run")), seconds={"planning": 1.26, "total": 83.4})
     decisions = tuple({**d, "decide_seconds": 0.25, "move_seconds": 0.5} for d in record.decisions)
     assert len(decisions) == 3
-    assert what_it_cost(replace(record, decisions=decisions)) == [
-        "Deciding took 0.8 s and moving tables 1.5 s, of 83 s; planning before that 1.3 s."
+    assert autoshard_overhead(replace(record, decisions=decisions)) == [
+        "Deciding took 0.8 s and moving tables 1.5 s of 83 s; planning before the start took 1.3 s."
     ]
     continued = replace(record, decisions=decisions, starts=2)  # of the starts before nobody knows what they took
-    assert what_it_cost(continued) == ["Deciding took 0.8 s and moving tables 1.5 s."]
-    assert what_it_cost(replace(record, decisions=())) == []
+    assert autoshard_overhead(continued) == ["Of the run's time, deciding took 0.8 s and moving tables 1.5 s."]
+    assert autoshard_overhead(replace(record, decisions=())) == []
 
 
 def test_a_run_that_cannot_move_tables_says_how_to_let_them_where_it_matters(tmp_path: Path) -> None:
@@ -564,7 +567,7 @@ def test_the_verdict_does_not_praise_or_blame_a_speed_that_was_left(tmp_path: Pa
     record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6))
     move = {"action": "moved", "measured_gain": 0.1, "measured_low": 0.05, "measured_high": 0.15}
     taken_back = replace(record, decisions=(move, {"action": "rolled_back"}, {"action": "kept"}))
-    assert autoshard_in_one_line(taken_back) == "1 move, 1 taken back, the last move among them"
+    assert autoshard_in_one_line(taken_back) == "1 move, 1 undone, including the last one"
 
 
 def test_splitting_a_table_is_no_drift_of_the_data() -> None:
@@ -619,7 +622,7 @@ def in_parts(run: Path) -> RunRecord:
 def test_a_part_of_an_epoch_is_not_called_the_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = in_parts(write_run(tmp_path / "run", epochs=2))
     assert any(sentence.startswith("In steps 100 to 199 a step took") for sentence in summary(record))
-    assert who_was_slow(record) == ["Earlier the others were held up by rank 1 (load) in steps 0 to 99."]
+    assert earlier_stragglers(record) == ["Earlier stragglers: rank 1 (load) in steps 0 to 99."]
     assert page_data(record)["epochs"]["text"][0].startswith("In steps 0 to 99 a step took")
     assert main(["report", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -646,7 +649,7 @@ def test_what_was_not_sampled_has_no_figures(tmp_path: Path) -> None:
 def test_one_rank_is_not_told_what_balance_would_save(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=1, epochs=1))
     said = summary(record)
-    assert said[0] == "One rank has all tables: there is nothing to place." and "balance" not in " ".join(said)
+    assert said[0] == "With one rank there is nothing to place." and "balance" not in " ".join(said)
 
 
 def test_the_page_and_the_last_decision_name_one_figure_for_perfect_balance(tmp_path: Path) -> None:

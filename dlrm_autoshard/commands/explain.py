@@ -136,10 +136,10 @@ def costs_asked(plan_file: Path, fitted: Path | None) -> tuple[Path | None, str 
 
 def measured_of(record: RunRecord) -> list[str]:
     """Says in the words of `report` what the run's last interval measured under the plan."""
-    from dlrm_autoshard.records.diagnosis import who_is_slow
+    from dlrm_autoshard.records.diagnosis import describe_straggler
     from dlrm_autoshard.report.verdict import left_to_save
 
-    return [sentence for sentence in (who_is_slow(record.reported), *left_to_save(record)) if sentence]
+    return [sentence for sentence in (describe_straggler(record.reported), *left_to_save(record)) if sentence]
 
 
 def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost]) -> list[str]:

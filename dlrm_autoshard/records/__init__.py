@@ -1,4 +1,4 @@
-"""The formats that a run writes and that are read back: typed, versioned, one owner each. See SCHEMA.md.
+"""Typed, versioned records that a run writes and reports read. See SCHEMA.md.
 
-Plain data: no ranks, no planner, nothing that draws.
+Plain data: nothing here imports ranks, the planner or a drawing library.
 """

@@ -1,7 +1,7 @@
-"""decisions.jsonl: one line a decision, at most one a step; and what a line says of its moves, in words.
+"""decisions.jsonl: one line per decision, at most one per step; and decisions put into words.
 
 log.write({"step": 500, "action": "moved", ..., "measured_gain": None})    # on disk at once
-log.write({"step": 500, "action": "moved", ..., "measured_gain": 0.14})    # in its place, an interval later
+log.write({"step": 500, "action": "moved", ..., "measured_gain": 0.14})    # replaces that line one interval later
 worth_in_words(line)                                                       # "14.0% (11.2 to 16.8%)", or None
 moves_in_words(line)                                                       # "'ad' from rank 1 to 0"
 """
@@ -18,13 +18,13 @@ from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, los
 
 
 class DecisionLog:
-    """Writes decisions.jsonl, a line a decision."""
+    """Writes decisions.jsonl, one line per decision."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds a decision, or puts it in the place of that of the same step."""
+        """Adds a decision, or replaces the one of the same step."""
         written = False
 
         def change(line: dict[str, Any]) -> Mapping[str, Any]:
@@ -45,9 +45,9 @@ class DecisionLog:
 
 
 def worth_in_words(decision: Mapping[str, Any]) -> str | None:
-    """Returns the part of a step that a move saved, with its interval; None where it is in doubt or not measured.
+    """Returns the fraction of a step that a move saved, with its interval; None if not measured or doubtful.
 
-    The terminal, the report and the page say a move's worth in these words only."""
+    Job output, terminal report and HTML page all use this wording."""
     gain, low, high = (decision.get(f"measured_{key}") for key in ("gain", "low", "high"))
     if decision.get("doubt") or gain is None or low is None or high is None:
         return None
@@ -55,17 +55,17 @@ def worth_in_words(decision: Mapping[str, Any]) -> str | None:
 
 
 def moves_in_words(decision: Mapping[str, Any], most: int = 3) -> str:
-    """ "'ad' and 'user[0:32]' from rank 1 to 0", of the shards that moved; "" where the record does not say which."""
+    """Returns "'ad' and 'user[0:32]' from rank 1 to 0"; "" if the record does not list the shards that moved."""
     by_way: dict[tuple[int, int], list[str]] = {}
     for move in decision.get("moves") or ():
         by_way.setdefault((move["from_rank"], move["to_rank"]), []).append(move["shard"])
     ways = sorted(by_way, key=lambda way: (-len(by_way[way]), way))
-    said = [f"{some_of(by_way[way], most)} from rank {way[0]} to {way[1]}" for way in ways[:most]]
+    parts = [f"{some_of(by_way[way], most)} from rank {way[0]} to {way[1]}" for way in ways[:most]]
     left = sum(len(by_way[way]) for way in ways[most:])
-    return ", ".join([*said, *([f"{left} more elsewhere"] if left else [])])
+    return ", ".join([*parts, *([f"{left} more elsewhere"] if left else [])])
 
 
 def interval_in_words(part: float, low: float, high: float) -> str:
-    """'18.2% (15.0 to 21.4%)'"""
+    """Returns '18.2% (15.0 to 21.4%)'."""
     shown = [f"{round(100 * value, 1) + 0.0:.1f}" for value in (part, low, high)]
     return f"{shown[0]}% ({shown[1]} to {shown[2]}%)"

@@ -1,9 +1,9 @@
-"""Diagnoses an interval: which rank holds the others up, in which stage, why, and because of which tables.
+"""Diagnoses an interval: which rank is the bottleneck, in which stage, why, and which tables cause it.
 
 straggler = find_straggler(profile)
 straggler.rank, straggler.stage, straggler.cause     # 1, "fwd_compute", "load"
 straggler.tables                                     # (("ad_id", 0.61), ("user", 0.22))
-straggler.sentence                                   # for people
+straggler.sentence                                   # the same in words
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from dlrm_autoshard.records.decisions import interval_in_words
 from dlrm_autoshard.records.facts import IntervalFacts, TableUse
 from dlrm_autoshard.tables import Shard, lookup_work
 
-# Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
-# others, since they wait for it at the next collective.
+# Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the mean over ranks. The other ranks wait
+# that long for it at the next collective.
 
 Cause = Literal["load", "starved of CPU", "slow data"]
 
 NOTABLE_EXCESS = 0.03
-"""Part of the step: ranks closer together than this have no straggler worth naming."""
+"""Fraction of the step: smaller differences between ranks are not reported as a straggler."""
 NINETY = 1.64
-"""Standard deviations on either side that hold 90% of normal errors."""
+"""Half-width of a 90% normal interval, in standard deviations."""
 NEARLY_ALL = 0.8
-"""Part of a rank's time in its slowest stage: a table that takes more limits every plan."""
+"""Fraction of a rank's time in its slowest stage above which a single table limits every plan."""
 STARVED_BELOW = 0.9
-"""CPU time / wall time under which a rank did not have its core to itself."""
+"""CPU time / wall time below which a rank was sharing its core with other work."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that others surely wait for most.
+    """The rank that costs the other ranks the most waiting time, beyond measurement noise.
 
-    excess_ms: what the step would save if this rank took the mean time in the stages in which it is surely slowest;
-    low_ms, high_ms: its 90% interval. stage: where most of that arises. tables: its largest tables there with their
-    share of the rank's time in that stage, estimated from lookups and dims (no table is timed alone); empty where
-    tables are not the reason.
+    excess_ms: what a step would save if this rank took the mean time in the stages where it is significantly the
+    slowest; low_ms, high_ms: its 90% interval. stage: the stage with most of the excess. tables: the rank's costliest
+    tables with their share of its time in that stage, estimated from lookups and dims (tables are not timed one by
+    one); empty if tables are not the cause.
     """
 
     rank: int
@@ -58,44 +58,44 @@ class Straggler:
 
     @property
     def reason(self) -> str:
-        """Why this rank is slow and what that costs, in few words."""
+        """The cause and its cost in a few words."""
         cost = f"{self.excess_ms:.3g} ms a step ({self.low_ms:.3g} to {self.high_ms:.3g})"
         if self.cause == "starved of CPU":
-            return f"had its core for {self.cpu_share or 0:.0%} of the time: {cost}"
-        return f"waits for its data: {cost}" if self.cause == "slow data" else f"too much {self.stage}: {cost}"
+            return f"got only {self.cpu_share or 0:.0%} of its CPU core: costs {cost}"
+        return f"waits for data: {cost}" if self.cause == "slow data" else f"too much {self.stage}: costs {cost}"
 
     @property
     def sentence(self) -> str:
-        who = (
-            f"rank {self.rank} holds the others up by {self.excess_ms:.3g} ms a step ({self.low_ms:.3g} to "
-            f"{self.high_ms:.3g}), most of it in {self.stage} ({self.stage_ms:.3g} ms; the ranks' mean is "
+        cost = (
+            f"rank {self.rank} makes the others wait {self.excess_ms:.3g} ms a step ({self.low_ms:.3g} to "
+            f"{self.high_ms:.3g}), mostly in {self.stage} ({self.stage_ms:.3g} ms; the mean over ranks is "
             f"{self.stage_mean_ms:.3g})"
         )
         if self.cause == "starved of CPU":
             return (
-                f"{who}: it had its core for {self.cpu_share or 0:.0%} of the time, so something else runs there; "
-                "its own work is not what is too much."
+                f"{cost}: it got only {self.cpu_share or 0:.0%} of its CPU core, because another process uses that "
+                "core. Its tables are not the cause."
             )
         if self.cause == "slow data":
-            return f"{who}: it waits for its next batch. Raise data.reader_threads or check that host's disk."
+            return f"{cost}: it waits for its next batch. Raise data.reader_threads or check that host's disk."
         if not self.tables:
-            return f"{who}: not because of its tables."
+            return f"{cost}. Its tables are not the cause."
         named = ", ".join(f"'{name}' ({share:.0%})" for name, share in self.tables)
-        return f"{who}: too much work, by lookups and dims mostly {named}{alone_limits(self.tables)}."
+        return f"{cost}: too much work, estimated to be mostly {named}{alone_limits(self.tables)}."
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tables": [[name, share] for name, share in self.tables], "sentence": self.sentence}
 
 
 MOST_NAMED = 3
-"""Tables of a rank that has too much work."""
+"""Tables named for an overloaded rank."""
 
 
 def find_straggler(profile: IntervalFacts) -> Straggler | None:
-    """None where there is one rank, ranks are as good as even, or too few steps were sampled to be sure who is slow.
+    """Returns the straggler; None with one rank, nearly even ranks, or too few sampled steps to tell.
 
-    A stage counts where its slowest rank is further above the mean than sampled steps scatter by themselves: with one
-    error in twenty over all stages and ranks together (Bonferroni).
+    A stage counts if its slowest rank is significantly above the mean: 5% false positives over all stages and ranks
+    together (Bonferroni).
     """
     ranks = profile.world_size
     if not profile.samples or ranks == 1:
@@ -128,7 +128,7 @@ def find_straggler(profile: IntervalFacts) -> Straggler | None:
 
 
 def error_of_excess(profile: IntervalFacts, stage: str, rank: int) -> float:
-    """Standard error of how far a rank lies above the ranks' mean, in ms; infinite where nobody knows."""
+    """Returns the standard error, in ms, of a rank's excess in a stage; infinite if unknown."""
     errors = profile.error_ms.get(stage)
     if errors is None:
         return math.inf
@@ -136,9 +136,9 @@ def error_of_excess(profile: IntervalFacts, stage: str, rank: int) -> float:
     return math.sqrt((errors[rank] * (1 - 1 / len(errors))) ** 2 + others / len(errors) ** 2)
 
 
-def who_is_slow(profile: IntervalFacts) -> str | None:
-    """A sentence on who holds the others up, and why; the terminal, the page and `explain` all say this one. None where
-    there is nobody to wait for, or nothing was sampled."""
+def describe_straggler(profile: IntervalFacts) -> str | None:
+    """Returns one sentence on the slowest rank and its cause, used by the terminal, the page and `explain`; None with
+    one rank or no sampled steps."""
     if profile.world_size == 1 or profile.samples == 0:
         return None
     straggler = find_straggler(profile)
@@ -146,26 +146,27 @@ def who_is_slow(profile: IntervalFacts) -> str | None:
         return straggler.sentence[0].upper() + straggler.sentence[1:]
     apart = sum(max(times) - sum(times) / len(times) for times in profile.stage_ms.values())
     if apart < NOTABLE_EXCESS * profile.step_ms:
-        return "No rank holds the others up: their differences are below 3% of the step."
+        return "No rank slows the others: ranks differ by less than 3% of the step."
     return (
-        f"Nobody can be said to hold the others up: in {count(profile.samples, 'sampled step')} the ranks differ by no "
-        "more than such steps do by themselves."
+        f"No rank is significantly slower: over {count(profile.samples, 'sampled step')} the differences between ranks "
+        "are within noise."
     )
 
 
 def alone_limits(tables: Sequence[tuple[str, float]]) -> str:
-    """The end of a sentence on a rank's tables in its slowest stage, largest first, with their shares of it: whether
-    one of them is nearly all of it, so that no plan could be better."""
+    """Returns the end of a sentence if the first table takes nearly all of its rank's slowest stage, else "".
+
+    tables: name and share of the stage, largest first."""
     if not tables or tables[0][1] <= NEARLY_ALL:
         return ""
     if Shard.parse(tables[0][0]).columns is None:
-        return ": whole tables cannot be spread further, so this table alone limits the plan"
-    return ": this part alone limits the plan, and only narrower parts would spread it further"
+        return ". This table alone limits the plan unless it is split over ranks"
+    return ". This shard alone limits the plan unless it is split further"
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Saving by perfect balance of the stages that placement decides: a part of a step, with its 90% interval."""
+    """Fraction of a step that perfect balance of the planned stages would save, with its 90% interval."""
 
     gain: float
     low: float
@@ -174,15 +175,16 @@ class Balance:
     def sentence(self, when: str, samples: int) -> str:
         steps = count(samples, "sampled step")
         if not math.isfinite(self.low):
-            return f"In {when} {steps} cannot tell what perfect balance would have saved."
+            return f"In {when} {steps} are too few to tell what perfect balance would have saved."
         if self.low <= 0:
             most = f"at most {max(0.0, self.high):.1%} of a step"
-            return f"In {when} perfect balance would have saved nothing that {steps} can tell from noise ({most})."
+            return f"In {when} perfect balance would have saved nothing beyond the noise of {steps} ({most})."
         return f"In {when} perfect balance would have saved {interval_in_words(*astuple(self))} of a step."
 
 
 def balance_of(profile: IntervalFacts, gain: float | None = None) -> Balance:
-    """gain: where more is known than the profile says: the ranks' speeds, by which decisions are made."""
+    """Returns the balance of an interval. gain: the estimate that the decision used, which accounts for ranks' speeds;
+    by default the profile's own."""
     gain = profile.balance_gain if gain is None else gain
     slowest = {stage: times.index(max(times)) for stage, times in profile.stage_ms.items()}
     variance = sum(error_of_excess(profile, stage, slowest[stage]) ** 2 for stage in PLANNED_STAGES)
@@ -191,10 +193,9 @@ def balance_of(profile: IntervalFacts, gain: float | None = None) -> Balance:
 
 
 def _is_starved(profile: IntervalFacts, rank: int) -> bool:
-    """It did not have its core to itself, and by CPU time its work is not what sets it apart from the others.
+    """Returns whether CPU contention, not load, explains most of a rank's excess.
 
-    A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared at the
-    mean share, so that where all ranks are starved alike a rank is set apart by its load.
+    CPU times are compared at the mean CPU share: if all ranks are starved equally, load explains the difference.
     """
     share = profile.cpu_share[rank]
     if share is None or share >= STARVED_BELOW:
@@ -207,18 +208,18 @@ def _is_starved(profile: IntervalFacts, rank: int) -> bool:
 
 
 def table_work(table: TableUse, stage: str) -> float:
-    """How much of a stage's work a table makes, in units that compare tables within that stage; 0 where none."""
+    """Returns a table's relative work in a stage: comparable between tables within that stage only."""
     if stage in ("fwd_compute", "bwd_compute"):
         return lookup_work(table.embedding_dim, table.mean_pooling)
     if stage in ("fwd_comms", "bwd_comms"):
-        return float(table.embedding_dim * table.features)  # a pooled vector a sample and feature
+        return float(table.embedding_dim * table.features)  # one pooled vector per sample and feature
     if stage == "input_dist":
         return table.mean_pooling  # ids per sample
     return 0.0
 
 
 def shares_of_stage(tables: Sequence[TableUse], rank: int, stage: str) -> list[tuple[str, float]]:
-    """The rank's tables by their estimated share of its time in `stage`, largest first."""
+    """Returns the rank's tables with their estimated share of its time in `stage`, largest first."""
     work = {table.name: table_work(table, stage) for table in tables if table.rank == rank}
     total = sum(work.values())
     shares = [(name, part / total) for name, part in work.items() if part > 0]
@@ -226,7 +227,7 @@ def shares_of_stage(tables: Sequence[TableUse], rank: int, stage: str) -> list[t
 
 
 def table_costs_ms(profile: IntervalFacts) -> dict[str, float]:
-    """Estimated ms per step of each table: its owner's measured planned stages, divided by lookups and dims."""
+    """Returns each table's estimated ms per step: its owner's planned stages, divided in proportion to work."""
     costs = {table.name: 0.0 for table in profile.tables}
     for rank in range(profile.world_size):
         for stage in PLANNED_STAGES:
@@ -236,15 +237,15 @@ def table_costs_ms(profile: IntervalFacts) -> dict[str, float]:
 
 
 NOTABLE_DRIFT = 0.05
-"""Part of the lookups: statistics of a few sampled batches differ by one or two hundredths by themselves."""
+"""Fraction of lookups; sampling noise alone is one or two percent."""
 
 
 def drift(earlier: IntervalFacts, later: IntervalFacts) -> float:
-    """Part of the values looked up that went to other tables than before: half the sum of the shares' changes."""
+    """Returns the fraction of lookups that shifted between tables: half the sum of absolute changes in share."""
     shares = []
     for profile in (earlier, later):
         work: dict[str, float] = {}
-        for table in profile.tables:  # or a part of one: where they are is no drift
+        for table in profile.tables:  # shards are summed by table: placement is not drift
             name = Shard.parse(table.name).table
             work[name] = work.get(name, 0.0) + table_work(table, "fwd_compute")
         total = sum(work.values()) or 1.0
@@ -255,13 +256,13 @@ def drift(earlier: IntervalFacts, later: IntervalFacts) -> float:
 
 
 def moved_part(before: Sequence[float], after: Sequence[float]) -> float:
-    """Part of the values looked up that is elsewhere, or that there was not before. Both: by table."""
+    """Returns the fraction of lookups that shifted between tables or are new. before, after: lookups by table."""
     total = sum(before) + sum(after)
     return sum(abs(a - b) for a, b in zip(before, after, strict=True)) / total if total else 0.0
 
 
 def stage_summary(profile: IntervalFacts) -> dict[str, dict[str, float]]:
-    """Returns for each stage the slowest rank, its time, the mean, and imbalance (max / mean)."""
+    """Returns slowest rank, its time, mean time and imbalance (max / mean) of each stage."""
     return {
         stage: {
             "slowest_rank": times.index(max(times)),
@@ -274,8 +275,7 @@ def stage_summary(profile: IntervalFacts) -> dict[str, dict[str, float]]:
 
 
 def waited_for(profile: IntervalFacts) -> dict[str, dict[str, float]]:
-    """Returns for each collective the rank that waited least, for which the others waited, and the longest and mean
-    wait."""
+    """Returns for each collective the last rank to arrive (it waited least), and the longest and mean wait."""
     return {
         name: {"rank": waits.index(min(waits)), "max_ms": max(waits), "mean_ms": sum(waits) / len(waits)}
         for name, waits in profile.wait_ms.items()
@@ -283,7 +283,7 @@ def waited_for(profile: IntervalFacts) -> dict[str, dict[str, float]]:
 
 
 def relative_spread(times: Sequence[StageTime | None]) -> float:
-    """Interquartile range / median of a sum of stages, were they independent."""
+    """Returns interquartile range / median of a sum of stages, taking them as independent."""
     known = [time for time in times if time is not None]
     total = sum(time.median_ms for time in known)
     return math.sqrt(sum(time.iqr_ms**2 for time in known)) / total if total > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Facts of an interval's steps (an epoch's, or a part's) as measured: by every rank, and of all ranks together.
+"""Measurements of one interval (an epoch or part of one): by one rank, and by all ranks together.
 
 mine = RankInterval(epoch=0, first_step=0, end_step=64, rank=1, host="a", device="cpu", tables=("user",),
                  table_bytes=60_352, stages={"fwd_compute": StageTime(12.4, 13.0, 0.3, 20), ...},
@@ -48,7 +48,7 @@ class StageRecord(TypedDict):
 
 
 class RankRecord(TypedDict):
-    """`RankInterval` as JSON, without what follows from `detail`."""
+    """`RankInterval` as JSON, without values derived from `detail`."""
 
     epoch: Count
     first_step: Count
@@ -67,13 +67,13 @@ class RankRecord(TypedDict):
 
 @dataclass(frozen=True)
 class RankInterval:
-    """One rank's epoch: steps [first_step, end_step), timed on sampled steps.
+    """One rank's steps [first_step, end_step), timed on sampled steps.
 
-    stages: time in each of costs.STAGES and costs.WAITS; one that is not there was not measured.
-    step_ms: of a typical sampled step, from the first stage to the last: the sum of its stages and waits.
-    throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not.
-    cpu_share: CPU time / wall time of the stages that compute; well below 1 means that something else had the rank's
-    core; None where it is not measured (CUDA). table_bytes: weights and optimizer state of the tables owned.
+    stages: time in each of costs.STAGES and costs.WAITS; stages that were not measured are missing.
+    step_ms: a typical sampled step: the sum of its stages and waits.
+    throughput: examples/s of this rank's share of the batch over all steps.
+    cpu_share: CPU time / wall time of the compute stages; well below 1 if another process used the rank's core; None
+    on CUDA, where it is not measured. table_bytes: weights and optimizer state of the tables owned.
     peak_memory_bytes: of the process or the device.
     """
 
@@ -94,10 +94,10 @@ class RankInterval:
     def __post_init__(self) -> None:
         unknown = set(self.stages) - set(STAGES) - set(WAITS)
         if unknown:
-            raise ReportError(f"rank {self.rank} timed stages that do not exist: {', '.join(sorted(unknown))}.")
+            raise ReportError(f"rank {self.rank} has unknown stages: {', '.join(sorted(unknown))}.")
 
     def ms(self, stage: str) -> float:
-        """A stage or a wait in a typical step; 0 where it was not timed."""
+        """Returns the time of a stage or wait in a typical step; 0 if it was not timed."""
         return self.stages[stage].typical_ms if stage in self.stages else 0.0
 
     @property
@@ -106,12 +106,12 @@ class RankInterval:
 
     @property
     def cost(self) -> RankCost:
-        """The stages that placement decides, as the planner knows them: medians, which no odd step moves."""
+        """Medians of the planned stages, which outliers do not affect."""
         return RankCost(**{f"{n}_ms": self.stages[n].median_ms if n in self.stages else 0.0 for n in PLANNED_STAGES})
 
     @property
     def dense_ms(self) -> float | None:
-        """ms of the dense part; None where it was not timed alone: in a custom loop ranks may wait in it."""
+        """Milliseconds of the dense part; None in custom loops, where it may include waiting."""
         timed = [self.stages[name].median_ms for name in DENSE_STAGES if name in self.stages]
         return sum(timed) if len(timed) == len(DENSE_STAGES) else None
 
@@ -128,7 +128,7 @@ class RankInterval:
 
     @staticmethod
     def from_json(record: Any) -> RankInterval:
-        """FormatError names the key. Keys that are not known are left out: other versions write more."""
+        """Parses a record; FormatError names the bad key. Unknown keys, as newer versions write, are ignored."""
         values: dict[str, Any] = {**checked(RankRecord, record, extra="ignore")}
         stages = {name: StageTime(**time) for name, time in values.pop("detail").items()}
         return RankInterval(**values | {"tables": tuple(values["tables"])}, stages=stages)
@@ -136,7 +136,7 @@ class RankInterval:
 
 @dataclass(frozen=True)
 class TableUse:
-    """One table, or a part of one, in one epoch: where it lived, how large it is and what the data did to it."""
+    """A table or shard in one interval: its rank, its size and how the data used it."""
 
     name: str
     rank: int
@@ -149,7 +149,7 @@ class TableUse:
 
 
 def pooling_of_tables(uses: Iterable[TableUse]) -> dict[str, float]:
-    """Returns the ids per sample of each whole table: parts by columns have all of them, parts by rows their share."""
+    """Returns each table's ids per sample. A column shard sees all ids of its table, a row shard only its share."""
     pooling: dict[str, dict[tuple[int, int], float]] = {}
     for use in uses:
         shard = Shard.parse(use.name)
@@ -159,12 +159,11 @@ def pooling_of_tables(uses: Iterable[TableUse]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class IntervalFacts:
-    """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's in a typical step.
+    """All ranks' measurements by column: `stage_ms["fwd_compute"][r]` is rank r's time in a typical step.
 
-    stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS; unmeasured: stages that no rank timed,
-    as in a custom loop, which are 0 there. error_ms: standard errors of stage_ms, as far as they are known. noise:
-    relative spread of the sampled steps' planned stages, on the noisiest rank. predicted: what the planner had expected
-    of this plan, if it had been asked.
+    stage_ms has all of costs.STAGES and wait_ms all of costs.WAITS. unmeasured: stages that no rank timed, as in custom
+    loops; stage_ms has 0 for them. error_ms: standard errors of stage_ms where known. noise: relative spread of the
+    planned stages over sampled steps, on the noisiest rank. predicted: the planner's prediction for this plan, if any.
     """
 
     epoch: int
@@ -193,13 +192,13 @@ class IntervalFacts:
 
     @property
     def step_ms(self) -> float:
-        """Measured; ranks wait at every collective, so they differ by little. The slowest counts."""
+        """A typical sampled step of the slowest rank. Ranks differ little, because they meet at every collective."""
         return max(self.step_ms_by_rank)
 
     @property
     def mean_step_ms(self) -> float:
-        """Over all steps, sampled or not, from the throughput. Sampled steps take longer: a barrier before every
-        collective, and nothing overlaps."""
+        """Mean over all steps, from the throughput. Sampled steps take longer: they have a barrier before every
+        collective and overlap nothing."""
         return 1e3 * self.batch_size / self.throughput if self.throughput > 0 else 0.0
 
     @property
@@ -215,22 +214,22 @@ class IntervalFacts:
 
     @property
     def slowest_sum_ms(self) -> float:
-        """Sum over all stages of the slowest rank: what the step takes by the stages' own account."""
+        """Sum over stages of the slowest rank's time."""
         return sum(max(times) for times in self.stage_ms.values())
 
     @property
     def balance_gain(self) -> float:
-        """The part of a step that perfect balance of what placement decides would save (`costs.balance_gain`)."""
+        """Fraction of a step that perfect balance of the planned stages would save (`costs.balance_gain`)."""
         return balance_gain(self.measured, self.mean_step_ms)
 
     @property
     def balanced_ms(self) -> float:
-        """The sampled step at perfect balance of what placement decides: the four planned stages."""
+        """A sampled step if the four planned stages were perfectly balanced."""
         return self.step_ms - step_cost_ms(self.measured) + balanced_cost_ms(self.measured)
 
     @property
     def accounted(self) -> float:
-        """Stages and waits / step time, on the rank where they add up worst. 1.0: nothing missing or counted twice."""
+        """(Stages + waits) / step time, on the rank where it is furthest from 1."""
         every = [*self.stage_ms.values(), *self.wait_ms.values()]
         shares = [sum(t[r] for t in every) / step for r, step in enumerate(self.step_ms_by_rank) if step > 0]
         return max(shares, key=lambda share: abs(share - 1.0), default=1.0)

@@ -1,7 +1,7 @@
-"""A run's directory while a job writes to it: somebody may rename it, or remove it.
+"""Detects that a run's directory was renamed or removed while a job writes to it.
 
 folder = RunFolder(run_dir)
-if folder.was_replaced(): ...               # say so, and write down again what a run needs
+if folder.was_replaced(): ...               # warn, and write the run's files again
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import os
 from pathlib import Path
 
 REPLACED = (
-    "'%s' was renamed or removed while this job writes to it. What follows goes to a new folder of that name; what was "
-    "written before lies where it was moved to"
+    "'%s' was renamed or removed while this job was writing to it. Later records go to a new folder of that name; "
+    "earlier ones stay wherever it was moved"
 )
 
 
 class RunFolder:
-    """Watches a run's directory by its identity on disk."""
+    """Watches a run's directory by device and inode."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._known = path, _identity(path)
 
     def was_replaced(self) -> bool:
-        """Whether the directory is gone, or another one, since this was last asked."""
+        """Returns whether the directory has gone or been replaced since the last call."""
         before, self._known = self._known, _identity(self._path)
         return before is not None and before != self._known
 

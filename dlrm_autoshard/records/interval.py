@@ -1,9 +1,9 @@
-"""An interval's profile: the facts of all ranks, and what follows from them, as costs/epochs.jsonl has it.
+"""An interval's profile: measurements of all ranks and figures derived from them, as in costs/epochs.jsonl.
 
 append_jsonl(rank_file(run_dir, mine.rank), mine.to_json())             # costs/rank_00001.jsonl, each rank its own
 profile = IntervalProfile.gather(all_ranks, plan, tables, stats, predicted)              # on rank 0
 append_jsonl(epochs_file(run_dir), profile.to_json())                   # costs/epochs.jsonl
-profile.straggler                                                       # who, in which stage, why, which tables
+profile.straggler                                                       # slowest rank, stage, cause, tables
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def epochs_file(run_dir: Path) -> Path:
 
 
 class TableColumns(TypedDict):
-    """`TableUse` as JSON, all tables column by column."""
+    """`TableUse` of all tables as JSON columns."""
 
     name: list[str]
     rank: list[Count]
@@ -53,7 +53,7 @@ class TableColumns(TypedDict):
 
 
 class IntervalRecord(TypedDict):
-    """`IntervalProfile` as JSON, without what follows from its facts."""
+    """`IntervalProfile` as JSON, without derived values."""
 
     epoch: Count
     first_step: Count
@@ -77,7 +77,7 @@ class IntervalRecord(TypedDict):
 
 @dataclass(frozen=True)
 class IntervalProfile(IntervalFacts):
-    """All ranks' facts of an interval, with the straggler and the prediction's errors."""
+    """All ranks' measurements of an interval, with the straggler and the prediction errors."""
 
     @staticmethod
     def gather(
@@ -88,7 +88,7 @@ class IntervalProfile(IntervalFacts):
         batch_size: int,
         predicted: Sequence[RankCost] | None = None,
     ) -> IntervalProfile:
-        """From every rank's record, in any order; tables and stats in canonical order; batch_size over all ranks."""
+        """Combines every rank's record, in any order. tables, stats: in canonical order. batch_size: over all ranks."""
         ranks = sorted(ranks, key=lambda rank: rank.rank)
         if [rank.rank for rank in ranks] != list(range(plan.world_size)):
             raise ReportError(
@@ -132,12 +132,12 @@ class IntervalProfile(IntervalFacts):
 
     @property
     def prediction_error(self) -> float | None:
-        """`costs.prediction_error` of what the planner expected of this plan; None where it expected nothing."""
+        """`costs.prediction_error` of the planner's prediction; None without one."""
         return None if self.predicted is None else prediction_error(self.predicted, self.measured)
 
     @property
     def prediction_bias(self) -> float | None:
-        """`costs.prediction_bias`: positive where the step was expected to cost more than it did."""
+        """`costs.prediction_bias`: positive if the step cost less than predicted."""
         return None if self.predicted is None else prediction_bias(self.predicted, self.measured)
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class IntervalProfile(IntervalFacts):
             "error_ms": dict(self.error_ms),
             "tables": columns,
             "predicted": None if self.predicted is None else [cost.to_json() for cost in self.predicted],
-            # What follows from the facts, for readers without this package.
+            # Derived values, for readers without this package.
             "step_ms": self.step_ms,
             "mean_step_ms": self.mean_step_ms,
             "slowest_sum_ms": self.slowest_sum_ms,
@@ -172,13 +172,13 @@ class IntervalProfile(IntervalFacts):
 
     @staticmethod
     def from_json(record: Any) -> IntervalProfile:
-        """FormatError names the key. Keys that are not known are left out: they follow from the others."""
+        """Parses a record; FormatError names the bad key. Unknown and derived keys are ignored."""
         facts: dict[str, Any] = {**checked(IntervalRecord, record, extra="ignore")}
         columns, predicted = facts["tables"], facts.get("predicted")
         columns = {"features": [1] * len(columns["name"]), **columns}
         missing = [name for name in WAITS if name not in facts["wait_ms"]]
         if missing:
-            raise FormatError(f"'wait_ms' lacks {', '.join(missing)}.")
+            raise FormatError(f"'wait_ms' has no {', '.join(missing)}.")
         facts["unmeasured"] = tuple(name for name in STAGES if facts["stage_ms"].get(name) is None)
         zeros = (0.0,) * len(facts["hosts"])
         facts["stage_ms"] = {name: tuple(facts["stage_ms"].get(name) or zeros) for name in STAGES}
@@ -193,7 +193,7 @@ class IntervalProfile(IntervalFacts):
         _same_length("tables", "name", columns)
         unknown = any(rank >= len(facts["hosts"]) for rank in columns["rank"])
         if unknown or len(set(columns["name"])) < len(columns["name"]):
-            raise FormatError("'tables' names a table twice, or a rank that there is not.")
+            raise FormatError("'tables' names a table twice, or a rank that does not exist.")
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()
         }
@@ -204,14 +204,14 @@ class IntervalProfile(IntervalFacts):
 
 
 def _errors_ms(ranks: Sequence[RankInterval], stage: str) -> tuple[float, ...]:
-    """By rank; () where one did not time it often enough to know."""
+    """Returns standard errors by rank; () if any rank has too few samples."""
     errors = [rank.stages[stage].error_ms for rank in ranks if stage in rank.stages]
     known = tuple(error for error in errors if error is not None)
     return known if len(known) == len(ranks) else ()
 
 
 def _same_length(of_what: str, key: str, lists: Any) -> None:
-    """FormatError unless all lists are as long as that of `key`, and that is not empty."""
+    """Raises FormatError unless all lists are as long as that of `key`, and not empty."""
     for name, values in lists.items():
         if len(values) != len(lists[key]) or (of_what == "ranks" and not values):
-            raise FormatError(f"'{name}' is of {len(values)} {of_what}, '{key}' of {len(lists[key])}.")
+            raise FormatError(f"'{name}' has {len(values)} {of_what}, '{key}' has {len(lists[key])}.")

@@ -2,8 +2,8 @@
 
 append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
 
-Records help to understand a run, and nothing else rests on them: a line that cannot be read is left out with a warning,
-and kept in `metrics.jsonl.damaged` by whoever rewrites the file; a line that cannot be written is lost with a warning.
+Training does not depend on records, so damage only warns: an unreadable line is skipped, and kept in
+`metrics.jsonl.damaged` when the file is rewritten; a line that cannot be written is lost.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SCHEMA = 1
 
 
 class ReportError(UserError):
-    """A run directory or record that cannot be reported on: the message says which file, what is wrong, what to try."""
+    """A run directory or record cannot be read; the message says which file, what is wrong and what to try."""
 
 
 class NewerSchema(ReportError):
-    """A record that a newer version of this package has written."""
+    """A newer version of this package wrote the record."""
 
 
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
-    """Adds one line and waits until it is on disk. NaN and infinities become null: JSON has no word for them."""
+    """Appends one line and syncs it to disk. NaN and infinities become null, since JSON cannot express them."""
     line = _line({"schema": SCHEMA, **record})
     with lost_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,11 +55,11 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def lost_if_unwritable(path: Path) -> Iterator[None]:
-    """Loses a record that a full or failing disk does not take, with a warning: training is worth more."""
+    """Turns a failed write (full or broken disk) into a warning, so that training goes on."""
     try:
         yield
     except OSError as error:
-        LOG.warning("a record is lost: '%s' cannot be written: %s", path, error.strerror)
+        LOG.warning("lost a record: '%s' cannot be written: %s", path, error.strerror)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -68,10 +68,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path, kind: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Returns what `kind` makes of each whole line; [] where there is no such file.
+    """Returns `kind(line)` for each complete line; [] if the file does not exist.
 
-    Lines that are damaged, or that `kind` refuses with a UserError, are left out, with a warning. ReportError where a
-    line is of a newer version, or the file cannot be read."""
+    Damaged lines, and lines for which `kind` raises UserError, are skipped with a warning. Raises ReportError if a
+    newer version wrote a line, or the file cannot be read."""
     try:
         lines = _whole_lines(path)
     except OSError as error:
@@ -90,8 +90,8 @@ def read_records(path: Path, kind: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """Removes records that reach beyond `step` (-1: all), which a run will make again, and later plans: the last one is
-    the live one. Evaluations at `step` itself stay: those that are made again take their place (`Journal`)."""
+    """Removes records and plans of steps after `step` (-1: all), which a resumed run writes again. Evaluations at
+    `step` itself stay until they are replaced (`Journal`)."""
 
     def is_before(record: dict[str, Any]) -> bool:
         return int(record.get("end_step", record.get("step", -1))) <= step
@@ -101,7 +101,9 @@ def forget_after(run_dir: Path, step: int) -> None:
             try:
                 change_jsonl(path, lambda record: record if is_before(record) else None)
             except OSError as error:
-                LOG.warning("'%s' keeps what it says of later steps: it cannot be rewritten: %s", path, error.strerror)
+                LOG.warning(
+                    "'%s' keeps records of later steps, because it cannot be rewritten: %s", path, error.strerror
+                )
     for path in run_dir.glob("plan/step_*.json"):
         of = step_in(path.stem)
         if of is not None and of > step:
@@ -109,8 +111,8 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 
 def change_jsonl(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
-    """Replaces every record by what `change` makes of it, or drops it where that is None: all at once or, in a crash,
-    none. Lines that cannot be read go to a file `.damaged` beside this one."""
+    """Replaces every record by `change(record)`, or drops it if that is None, atomically. Unreadable lines move to a
+    `.damaged` file beside this one."""
     records, damaged = [], []
     for number, line in _whole_lines(path):
         try:
@@ -136,7 +138,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _whole_lines(path: Path) -> list[tuple[int, bytes]]:
-    """Returns the lines that are not empty, with their numbers from 1 on."""
+    """Returns the complete, non-empty lines with their numbers, from 1."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -146,13 +148,13 @@ def _whole_lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """UserError, without the place, where it is no record of this version."""
+    """Raises UserError, without file and line, unless the line is a record of this version."""
     try:
         record = shown(parse_json(line))
     except NotReadable as error:
         raise ReportError(f"it {error}") from error
     if not isinstance(record, dict) or type(record.get("schema")) is not int:
-        raise ReportError("it is no record: it has no 'schema' number")
+        raise ReportError("it is not a record: it has no 'schema' number")
     if record["schema"] > SCHEMA:
         raise NewerSchema(
             f"has schema {record['schema']}; this version of dlrm_autoshard reads up to {SCHEMA}. "
@@ -160,7 +162,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         )
     for key in ("step", "end_step"):
         if key in record and (type(record[key]) is not int or record[key] < 0):
-            raise ReportError(f"it is no record: its '{key}' is no number of steps")
+            raise ReportError(f"it is not a record: its '{key}' is not a number of steps")
     return record
 
 
@@ -171,7 +173,7 @@ def _warn(path: Path, damaged: Sequence[tuple[int, UserError]], what_became: str
 
 
 def shown(value: Any) -> Any:
-    """The value with text that can be shown: a report's escape sequences are its own, never a file's."""
+    """Returns the value with control characters in its text removed, so that no file can send escape sequences."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -180,7 +182,7 @@ def shown(value: Any) -> Any:
 
 
 def _whole_lines_end(file: BinaryIO) -> int:
-    """Where the last newline ends: the file's size unless a crash tore its last line."""
+    """Returns the offset after the last newline: the file's size unless a crash tore its last line."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)

@@ -1,9 +1,9 @@
-"""Compares what the same steps cost under the plan that a move left and under the one that it made.
+"""Measures what a move saved: sampled steps under the old plan against sampled steps under the new one.
 
     worth = worth_of(before, after, predicted=(0.197, 0.028), scatter=0.02)     # worth.gain, .low, .high: 90%; .doubt
 
-A job may become slower or faster by itself, so throughput before and after is no measure: what counts are the stages
-that placement decides, in sampled steps. Pure arithmetic: no clock, no planner, no ranks.
+Throughput before and after also changes for other reasons, so only the planned stages of sampled steps are compared.
+Pure arithmetic: no clock, no planner, no ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from dlrm_autoshard.records.decisions import interval_in_words
 from dlrm_autoshard.records.diagnosis import NINETY, NOTABLE_DRIFT, STARVED_BELOW, moved_part
 
 LEAST_STEPS, MOST_STEPS = 3, 200
-"""Steps under either plan that are compared: fewer have no quartiles; more tell no more, and are of longer ago."""
+"""Steps compared under each plan: fewer have no quartiles; more add little, and are older."""
 OTHER_WORK = 0.25
-"""By so much (a logarithm) two plans' computing, all ranks together, differs only where the machine or the data are not
-the same: with both of two ranks at work it was 0.1 more than with one of them, on cores that share their memory."""
+"""Log-ratio of total compute above which machine or data must have changed, not only the plan. Two ranks on cores that
+share memory took 0.1 more when both were busy than one alone."""
 
 
 @dataclass(frozen=True)
 class TimedSteps:
     """Sampled steps under one plan while nothing else changed.
 
-    cost_ms: what each spent in the stages that placement decides, the slowest rank's. step_ms: the whole of
-    such a step. work_ms: what all ranks together computed in a typical step. cores: of each of cost_ms the
-    part of the time for which the rank that had its core least had it; () where that is not known. lookups: values
-    looked up for a sample, by table.
+    cost_ms: each step's planned stages, by the slowest rank. step_ms: a whole sampled step. work_ms: compute of all
+    ranks together in a typical step. cores: lowest CPU share of any rank in each step; () if unknown. lookups: values
+    looked up per sample, by table.
     """
 
     cost_ms: tuple[float, ...]
@@ -60,7 +59,7 @@ class TimedSteps:
 
     @property
     def undisturbed(self) -> TimedSteps:
-        """Those steps in which every rank had its core, where there are enough of them to compare; else all."""
+        """The steps without CPU contention if there are enough of them, else all steps."""
         kept = [step for step, core in enumerate(self.cores) if core >= STARVED_BELOW]
         if len(kept) < LEAST_STEPS:
             return self
@@ -68,7 +67,7 @@ class TimedSteps:
         return replace(self, cost_ms=cost_ms, cores=cores)
 
     def alike(self, other: TimedSteps) -> bool:
-        """Whether both looked up about as much in each table, and ranks took about as long for it in all."""
+        """Returns whether lookups by table and total compute are about the same in both."""
         same_data = moved_part(self.lookups, other.lookups) < NOTABLE_DRIFT
         return same_data and abs(math.log(max(self.work_ms, 1e-9) / max(other.work_ms, 1e-9))) < OTHER_WORK
 
@@ -84,8 +83,10 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class Worth:
-    """gain: part of a step saved, negative where steps became slower; low, high: its 90% interval. incomparable: why
-    the steps before and after do not tell; disagrees: how far it is from what was predicted. Both "" where all is well.
+    """What a move saved.
+
+    gain: fraction of a step, negative if steps became slower; low, high: its 90% interval. incomparable: why the steps
+    cannot be compared, or "". disagrees: how the gain contradicts its prediction, or "".
     """
 
     gain: float
@@ -99,12 +100,12 @@ class Worth:
         return self.incomparable or self.disagrees
 
     def saved_ms(self, step_ms: float) -> float:
-        """Returns what a step saves that takes so long under the new plan."""
+        """Returns ms saved per step, given the step's length under the new plan."""
         return step_ms * self.gain / (1 - self.gain)
 
     @property
     def uncertainty(self) -> float:
-        """Standard deviation."""
+        """Standard deviation of the gain."""
         return (self.high - self.low) / 2 / NINETY
 
 
@@ -116,10 +117,11 @@ def worth_of(
     scatter: float = 0.0,
     instead: tuple[float, float] | None = None,
 ) -> Worth:
-    """before, after: steps under the plan that was left, and under the new one. predicted: the gain that the move was
-    made for, and its standard deviation. scatter: standard deviation of a gain between intervals in which nothing
-    changes, a part of the step. instead: what the old plan costs now as a multiple of what the new one does, and the
-    standard deviation of that, where the data or the ranks are not as they were before.
+    """Estimates a move's gain.
+
+    before, after: steps under the old and the new plan. predicted: gain expected by the decision, and its standard
+    deviation. scatter: standard deviation of the gain between unchanged intervals, as a fraction of the step. instead:
+    old plan's current cost / new plan's cost and its standard deviation, used when data or ranks have changed.
     """
     before, after = before.undisturbed, after.undisturbed
     after_ms = np.array(after.cost_ms)
@@ -136,26 +138,25 @@ def worth_of(
     foreseen, unsure = predicted[0], NINETY * predicted[1]
     disagrees = ""
     if foreseen - unsure > high or foreseen + unsure < low:
-        told = interval_in_words(gain, low, high)
-        disagrees = f"its steps say {told}, which is not what was predicted, give or take {unsure:.1%}"
+        measured = interval_in_words(gain, low, high)
+        disagrees = f"measured {measured}, but predicted {foreseen:.1%}, give or take {unsure:.1%}"
     return Worth(gain, low, high, _incomparable(before, after), disagrees)
 
 
 def _incomparable(before: TimedSteps, after: TimedSteps) -> str:
     counts = len(before.cost_ms), len(after.cost_ms)
     if min(counts) < LEAST_STEPS:
-        return f"too few steps were sampled to tell: {counts[0]} before it and {counts[1]} after"
+        return f"too few steps were sampled: {counts[0]} before the move and {counts[1]} after"
     share = min((fmean(steps.cores) for steps in (before, after) if steps.cores), default=1.0)
     if share < STARVED_BELOW:
         steps = count(sum(counts), "sampled step")
-        return f"in the {steps} compared a rank had its core for {share:.0%} of the time"
+        return f"in the {steps} compared a rank got only {share:.0%} of its CPU core"
     return ""
 
 
 def shift(before: np.ndarray, after: np.ndarray) -> tuple[float, float, float]:
-    """Returns by how much values before lie above those after, and a 90% interval of that: the median of all pairs'
-    differences (Hodges and Lehmann), and those of their order that the rank sum test allows. No distribution is
-    assumed, so a few disturbed steps do no harm.
+    """Returns the Hodges-Lehmann estimate of before - after (the median of all pairwise differences) with its 90%
+    interval by the rank-sum test. It is robust: a few disturbed steps do not matter.
     """
     pairs = np.sort(np.subtract.outer(before, after), axis=None)
     spread = math.sqrt(len(pairs) * (len(before) + len(after) + 1) / 12)  # of the rank sum

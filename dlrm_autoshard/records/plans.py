@@ -22,10 +22,10 @@ from dlrm_autoshard.records.jsonl import SCHEMA, lost_if_unwritable
 from dlrm_autoshard.tables import TableConfig, TableRecord
 
 TABLES = Path("plan") / "tables.json"
-"""In a run: its tables and what the data did to them when the job started, in the form of the planning commands."""
+"""A run's tables with their statistics at the start, in the format that the planning commands read."""
 
 REPLICATED = Path("plan") / "replicated.json"
-"""In a run: the tables of which every rank has a copy, which are in none of its plans."""
+"""A run's replicated tables, which no plan lists."""
 
 
 class ReplicatedRecord(TypedDict):
@@ -36,14 +36,14 @@ class ReplicatedRecord(TypedDict):
 
 
 def write_plan(run_dir: Path, step: int, plan: ShardingPlan) -> None:
-    """Writes the plan that is live from `step` on."""
+    """Writes the plan in use from `step` on."""
     path = run_dir / "plan" / f"{step_name(step)}.json"
     with lost_if_unwritable(path):
         write_whole(path, plan.as_text())
 
 
 def write_replicated(run_dir: Path, tables: Sequence[TableConfig]) -> None:
-    """Writes down, at a start, the tables that are on every rank and in no plan; no file where there are none."""
+    """Writes the list of replicated tables; no file if there are none."""
     path = run_dir / REPLICATED
     with lost_if_unwritable(path):
         if tables:
@@ -53,7 +53,7 @@ def write_replicated(run_dir: Path, tables: Sequence[TableConfig]) -> None:
 
 
 def replicated_in(run: Path) -> tuple[TableConfig, ...]:
-    """Returns the tables that were on every rank at the run's last start. FormatError names what is wrong."""
+    """Returns the tables replicated since the run's last start. Raises FormatError."""
     if not (run / REPLICATED).exists():
         return ()
     record = read_json(run / REPLICATED, ReplicatedRecord, "record of replicated tables")
@@ -61,9 +61,9 @@ def replicated_in(run: Path) -> tuple[TableConfig, ...]:
 
 
 def last_plan(run: Path) -> Path:
-    """The file of the plan that a run ended with, or is at."""
+    """Returns the path of a run's latest plan."""
     found = (run / "plan").glob("step_*.json")
     plans = sorted((path for path in found if step_in(path.stem) is not None), key=lambda path: step_in(path.stem) or 0)
     if not plans:
-        raise UserError(f"'{run}' is no run: it has no plan.")
+        raise UserError(f"'{run}' is not a run directory: it has no plan.")
     return plans[-1]

@@ -1,7 +1,7 @@
-"""Everything that a run wrote down, read back from its directory: all that terminal, HTML, JSON and CSV reports read.
+"""Reads all records of a run's directory, for terminal, HTML, JSON and CSV reports.
 
 record = RunRecord.load(Path("runs/movielens"))
-record.last.straggler                      # of the last complete interval
+record.last.straggler                      # in the last complete interval
 record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
 """
 
@@ -26,12 +26,12 @@ from dlrm_autoshard.records.plans import replicated_in
 from dlrm_autoshard.tables import TableConfig
 
 RESULT = "result.json"
-"""In the directory of a run that has finished."""
+"""Written when a run finishes."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """intervals: complete ones, in order; empty only where profiling was off. ranks: each rank's own records."""
+    """A run's records. intervals: complete ones, in order; empty only without profiling. ranks: each rank's own."""
 
     name: str
     config: Mapping[str, Any]
@@ -40,28 +40,28 @@ class RunRecord:
     metrics: tuple[Mapping[str, Any], ...] = ()
     decisions: tuple[Mapping[str, Any], ...] = field(default=())
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Versions and machine of the latest start; {} where they were not written down."""
+    """Versions and machine of the latest start; {} if unknown."""
     starts: int = 1
-    """How often the run was started: continued ones more than once."""
+    """Number of starts: more than one if the run was resumed."""
     finished: bool = False
-    """Whether the trainer said so at the end of the latest start."""
+    """Whether the latest start ended with a result."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase of the latest start, where it is finished."""
+    """Seconds by phase of the latest start, if it finished."""
     replicated: tuple[str, ...] = ()
-    """Tables that were on every rank, and in no plan, at the latest start."""
+    """Tables replicated on every rank since the latest start, which no plan lists."""
     budget_bytes: tuple[int, ...] = ()
-    """Memory for tables on each rank, as the latest plan at a start knew it; () where there was none, or no limit."""
+    """Memory budget for tables by rank, from the latest start plan; () without one or without a limit."""
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
-        """ReportError where there is nothing to report on."""
+        """Reads a run. Raises ReportError if there is nothing to report on."""
         record = RunRecord.read(run_dir)
         record.check_reportable(run_dir)
         return record
 
     @staticmethod
     def read(run_dir: Path) -> RunRecord:
-        """Returns all that the directory holds."""
+        """Reads a directory's records, even if there is too little to report on."""
         if not run_dir.is_dir():
             raise ReportError(f"'{run_dir}' is not a directory. Name a run's directory, such as runs/movielens.")
         config = _config(run_dir / "config.yaml")
@@ -86,7 +86,7 @@ class RunRecord:
         )
 
     def check_reportable(self, run_dir: Path) -> None:
-        """ReportError where there is nothing to report on."""
+        """Raises ReportError if there is nothing to report on."""
         if not self.intervals and not (self.metrics and self.config.get("profile", {}).get("enabled") is False):
             raise ReportError(_why_nothing(run_dir, self.config, self.metrics))
 
@@ -96,18 +96,18 @@ class RunRecord:
 
     @property
     def reported(self) -> IntervalProfile:
-        """The interval that reports describe: the last with three sampled steps, which have quartiles, as the last of a
-        run may be a few steps long; the last one where none of its steps was sampled, or no interval has so many."""
+        """The interval that reports describe: the last one with at least three sampled steps, since a run's last
+        interval may be short; the last interval if it has no sampled step or no interval has three."""
         known = [profile for profile in self.intervals if profile.samples >= 3]
         return known[-1] if known and self.last.samples else self.last
 
     @property
     def unit(self) -> str:
-        """Name of what one profile covers: a custom loop knows no epochs, and has no config."""
+        """'epoch', or 'interval' for custom loops, which have neither epochs nor a config."""
         return "epoch" if self.config else "interval"
 
     def label(self, profile: IntervalProfile) -> str:
-        """The epoch's number; with its steps where an epoch was profiled in several parts."""
+        """Returns the epoch's number, with the steps if the epoch has several intervals."""
         return (
             f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
             if self._is_part(profile)
@@ -115,7 +115,7 @@ class RunRecord:
         )
 
     def span(self, first: IntervalProfile, last: IntervalProfile | None = None) -> str:
-        """In words, from the first to the last: 'epoch 2', 'epochs 0 to 2'; with parts of epochs, 'steps 40 to 79'."""
+        """Returns 'epoch 2', 'epochs 0 to 2', or 'steps 40 to 79' if an epoch has several intervals."""
         last = last or first
         if any(self._is_part(profile) for profile in (first, last)):
             return f"steps {first.first_step:,} to {last.end_step - 1:,}"
@@ -125,11 +125,10 @@ class RunRecord:
         return sum(other.epoch == profile.epoch for other in self.intervals) > 1
 
     def balance(self, profile: IntervalProfile) -> Balance | None:
-        """Returns what perfect balance would have saved in one of the run's intervals: the figure that autoshard
-        decided by, which knows the ranks' speeds, where it decided on that interval. None where nothing was sampled, or
-        nothing is to be placed.
+        """Returns what perfect balance would have saved in an interval: autoshard's own figure if it decided at its end
+        (it accounts for ranks' speeds), else the profile's. None with one rank or no sampled steps.
 
-        The terminal, the page and `explain` all tell this one."""
+        The terminal, the page and `explain` all report this figure."""
         if profile.world_size == 1 or profile.samples == 0:
             return None
         decided = [d.get("balance_gain") for d in self.decisions if d.get("step") == profile.end_step]
@@ -139,7 +138,7 @@ class RunRecord:
         return [line for line in self.metrics if line.get("split") == split]
 
     def final_metrics(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The last evaluation: on test data where there was one, else on validation data."""
+        """Returns the last evaluation: on test data if there is one, else on validation data."""
         for split in ("test", "val"):
             lines = self.metrics_of(split)
             if lines:
@@ -148,15 +147,15 @@ class RunRecord:
 
     @property
     def stopped_early(self) -> str | None:
-        """A sentence where a training job's run has no result: it ended before its end, or goes on."""
+        """A sentence for a training run without a result: it failed, was stopped, or is still running."""
         if not self.intervals or self.finished or "train" not in self.config:
             return None
         last_step = self.last.end_step
         seen = max((int(line["step"]) for line in self.metrics if line.get("step") is not None), default=last_step)
-        beyond = f"; it was last seen at step {seen:,}" if seen > last_step else ""
+        beyond = f" (last metrics: step {seen:,})" if seen > last_step else ""
         return (
-            f"The run has not ended well, or goes on: it is profiled to step {last_step:,}, in epoch {self.last.epoch} "
-            f"(from 0) of {self.config['train'].get('epochs', '?')}{beyond}. This report covers that."
+            f"The run has not finished: it failed, was stopped or is still running. This report covers it up to step "
+            f"{last_step:,}{beyond}, in epoch {self.last.epoch} (from 0) of {self.config['train'].get('epochs', '?')}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -173,7 +172,7 @@ class RunRecord:
 
 
 class MetricsRecord(TypedDict, total=False):
-    """A line of metrics.jsonl; other keys are other metrics."""
+    """A line of metrics.jsonl; any other key is another metric."""
 
     step: Required[Count]
     epoch: Count
@@ -188,7 +187,7 @@ class MetricsRecord(TypedDict, total=False):
 
 
 class DecisionRecord(TypedDict, total=False):
-    """A line of decisions.jsonl, as far as reports use it."""
+    """Keys of decisions.jsonl that reports read."""
 
     epoch: Count | None
     step: Count | None
@@ -223,7 +222,7 @@ class ProfileKeys(TypedDict, total=False):
 
 
 class ConfigKeys(TypedDict, total=False):
-    """Keys of a config that a report reads; they outlive the config's schema."""
+    """Keys of a config that a report reads; they stay readable when the config's schema changes."""
 
     train: TrainKeys
     profile: ProfileKeys
@@ -240,7 +239,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _object(path: Path, what: str) -> dict[str, Any]:
-    """Reads a JSON object that helps to understand a run; {} where it is missing or damaged, for no report needs it."""
+    """Reads an optional JSON object; {} if it is missing or damaged."""
     try:
         found = shown(parse_json(read_bytes(path, what)))
     except NotReadable:
@@ -276,13 +275,13 @@ def _why_nothing(run_dir: Path, config: Mapping[str, Any], metrics: Sequence[Map
         return f"'{run_dir}' is empty: nothing to report. Name the directory of a run (<run.dir>/<run.name>)."
     if not config and not metrics:
         return (
-            f"'{run_dir}' holds no run: it has no config.yaml, metrics.jsonl or costs/epochs.jsonl, "
-            f"but {_some(there)}. Name the directory of a run (<run.dir>/<run.name>)."
+            f"'{run_dir}' is not a run directory: it has no config.yaml, metrics.jsonl or costs/epochs.jsonl, "
+            f"only {_some(there)}. Name the directory of a run (<run.dir>/<run.name>)."
         )
     reached = f", and metrics up to step {metrics[-1].get('step')}" if metrics else ""
     return (
         f"'{run_dir}' has no complete epoch yet: the run was stopped in its first epoch, or is still in it. "
-        f"There is {_some(there)}{reached}. Continue it with --resume; a report needs one complete epoch."
+        f"It has {_some(there)}{reached}. Continue it with --resume; a report needs one complete epoch."
     )
 
 

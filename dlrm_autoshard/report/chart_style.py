@@ -1,7 +1,7 @@
-"""Colours, letters, axes and fonts that the HTML report's charts share: a stage looks the same in all of them.
+"""Colours, letters, axes and fonts shared by the HTML report's charts, so that a stage looks the same everywhere.
 
-Colour never stands alone: a stage differs from its neighbours in lightness and carries a letter or its name, waits
-are hatched, ranks are numbered, lines differ in dashes and marks in shape. `CHOSEN` keeps the selected interval's rows.
+Nothing is told apart by colour alone: stages also differ in lightness and carry a letter or name, waits are hatched,
+ranks are numbered, lines differ in dashes and marks in shape. `CHOSEN` filters the selected interval's rows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ INK, BLUE, ORANGE, GREY, PAPER, BAND, NOISY = (
     *("#222222", "#1d5fae", "#b85c00", "#999999", "#ffffff", "#d9e6f5", "#f0e6e1"),
 )
 ON_LIGHT, ON_DARK = "#212121", "#fefefe"
-"""Text on a stage's colour, which is the same on a dark page."""
+"""Text colours on stage colours, which are the same in dark mode."""
 DARK = {INK: "#e8e8e8", BLUE: "#6ea8f0", ORANGE: "#f0a050", PAPER: "#14171a", BAND: "#22384f", NOISY: "#33281f",
         "#333333": "#d0d0d0", "#e6e6e6": "#33383d"}  # fmt: skip
-"""Colours that replace these where the reader prefers a dark page."""
+"""Replacement colours for dark mode."""
 
 SEGMENTS: dict[str, tuple[str, str]] = {
-    # stage: its colour and that of text on it, in dark and light alike. Hue tells the kind of work.
+    # stage: (fill, text colour), in dark and light mode. Hue tells the kind of work.
     "data_wait": ("#767676", ON_DARK),
     "input_dist": ("#fde3bf", ON_LIGHT),
     "fwd_compute": ("#1f61af", ON_DARK),
@@ -38,12 +38,12 @@ SEGMENTS: dict[str, tuple[str, str]] = {
     "other": ("#d0d0d0", ON_LIGHT),
     "wait": ("url(#hatch)", ON_LIGHT),
 }
-"""Stages in the order of a step, and any wait."""
+"""Stages in the order of a step, then waits."""
 LETTERS = {stage: "ABCDEFGHIJKL"[i] for i, stage in enumerate(SEGMENTS)}
 TIMELINE = tuple(name for stage in STAGES for name in (f"{stage}_wait", stage) if name in (*WAITS, *STAGES))
-"""A rank's step from left to right, each wait before the collective in which the rank waited."""
+"""A rank's step from left to right, with each wait before its collective."""
 RANKS = ("#4e9fd1", "#e69f00", "#29a383", "#c875a8", "#8d7ae6", "#d5703f", "#b0a61e", "#8a9299")
-"""Colours of ranks in the map of tables; the ninth rank has the first one's again, and its own number."""
+"""Colours of ranks in the table map; they repeat after eight ranks, so cells also carry the rank's number."""
 
 CONFIG: dict[str, Any] = {
     "font": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif",
@@ -68,35 +68,35 @@ CONFIG: dict[str, Any] = {
 
 CHOSEN = "datum.at == at"
 WIDTH = "(scale('x', datum.x1) - scale('x', datum.x0))"
-"""Pixels from x0 to x1: text that does not fit its box is shortened or left out."""
+"""Pixels from x0 to x1, to shorten or drop text that does not fit."""
 
 
 def mark() -> alt.Chart:
-    """A layer without data of its own: it takes the chart's."""
+    """Returns a layer that uses the chart's data."""
     return alt.Chart()
 
 
 def step_axis() -> alt.X:
-    """Training steps from left to right."""
+    """Returns an x axis of training steps."""
     axis = alt.Axis(format=",d", tickCount=6, grid=False)
     return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=8))
 
 
 def rank_axis() -> alt.Y:
-    """A row for each rank."""
+    """Returns a y axis with one row per rank."""
     return alt.Y("rank:O", title="rank", sort="ascending", axis=alt.Axis(ticks=False, domain=False, labelPadding=6))
 
 
 def ms_axis(field: str, title: str) -> alt.X:
-    """Milliseconds from left to right."""
+    """Returns an x axis of milliseconds."""
     return alt.X(field, title=title, axis=alt.Axis(tickCount=6), scale=alt.Scale(nice=False))
 
 
 def tip(field: str, title: str, format: str = "") -> alt.Tooltip:
-    """A line of a tooltip."""
+    """Returns one line of a tooltip."""
     return alt.Tooltip(field, title=title, format=format) if format else alt.Tooltip(field, title=title)
 
 
 def palette(kinds: list[str], values: list[Any]) -> alt.Scale:
-    """Gives each kind its colour, dashes or shape."""
+    """Returns a scale that maps each kind to its colour, dashes or shape."""
     return alt.Scale(domain=kinds, range=values)

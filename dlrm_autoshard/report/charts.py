@@ -1,8 +1,8 @@
-"""The HTML report's charts as Vega-Lite specs: declarative, without data, as wide as the place they are drawn in.
+"""The HTML report's charts as Vega-Lite specs without data, as wide as their container.
 
     charts(record)          # [Chart(id="step-time", data="epochs", spec={...}), ...]
 
-Their data are columns of page_data.py. What they show: run_charts.py, interval_charts.py; their style: chart_style.py.
+Data come from page_data.py, contents from run_charts.py and interval_charts.py, style from chart_style.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dlrm_autoshard.report.page_data import METRICS, event_rows, map_rows
 
 @dataclass(frozen=True)
 class Chart:
-    """A spec, and the element (`id`) in which it is drawn. data: the page's rows that it reads. points: how many lie
-    along its axis, for its width."""
+    """A chart. id: element that it is drawn in. data: names of the page's rows that it reads. points: number of points
+    along x, which limits the chart's width."""
 
     id: str
     data: tuple[str, ...]
@@ -32,7 +32,7 @@ class Chart:
 
 
 def charts(record: RunRecord) -> Iterator[Chart]:
-    """Yields those for which the record has something to show, in the order of the page."""
+    """Yields the charts that the record has data for, in page order."""
     if record.intervals:
         ranks = max(profile.world_size for profile in record.intervals)
         rows, points = ranks * (28 if ranks <= 16 else 15), len(record.intervals)
@@ -57,7 +57,7 @@ def charts(record: RunRecord) -> Iterator[Chart]:
 
 
 def comparison_charts(records: Sequence[RunRecord]) -> Iterator[Chart]:
-    """Yields one chart of several runs."""
+    """Yields the charts that compare several runs."""
     if any(record.intervals for record in records):
         units = {record.unit for record in records}
         unit = units.pop() if len(units) == 1 else "interval"
@@ -65,10 +65,10 @@ def comparison_charts(records: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def _chart(name: str, data: str | tuple[str, ...], layers: Layers, height: int, points: int | None = None) -> Chart:
-    """Returns the chart. Layers that name no data of their own read the first of `data`."""
+    """Builds a chart. Layers without their own data read the first of `data`."""
     data = (data,) if isinstance(data, str) else data
     sized = layers.properties(data=alt.NamedData(name=data[0]), width="container", height=height)
     spec: dict[str, Any] = sized.add_params(alt.param(name="at", value=0)).to_dict()
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
-    del spec["config"]  # the page gives all charts the same
+    del spec["config"]  # the page passes one config to all charts
     return Chart(name, data, spec, points)

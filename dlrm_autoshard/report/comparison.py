@@ -1,4 +1,4 @@
-"""Two runs side by side: figures of their last intervals and of the whole, as the terminal and the page show them.
+"""Compares two runs: figures of their last intervals and of the whole run, for the terminal and the page.
 
 for name, of_one, of_other, change in side_by_side(one, other): ...
 """
@@ -16,11 +16,11 @@ from dlrm_autoshard.report.summary import compute_imbalance, total_wait_ms
 from dlrm_autoshard.tables import Shard
 
 COUNTS = ("ranks", "epochs", "moves")
-"""Figures of which a change in percent says nothing."""
+"""Figures that are not compared in percent."""
 
 
 def side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, str, str]]:
-    """(figure, of one, of the other, change); '-' where a run has none."""
+    """Yields (figure, one run, other run, change); '-' for missing figures."""
     for name, figure in FIGURES.items():
         a, b = figure(one), figure(other)
         change = "" if a is None or b is None or a == 0 or name in COUNTS else _change(b / a)
@@ -28,7 +28,7 @@ def side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, s
 
 
 def different_models(one: RunRecord, other: RunRecord) -> str | None:
-    """A sentence where the runs' tables differ, so that speeds and plans are not of the same work."""
+    """Returns a warning if the runs' tables differ, so that their speeds are not comparable; else None."""
     if not (one.intervals and other.intervals):
         return None
     shapes = []
@@ -47,13 +47,13 @@ def different_models(one: RunRecord, other: RunRecord) -> str | None:
         if set(x) - set(y)
     ]
     resized = [name for name in a.keys() & b.keys() if a[name] != b[name]]
-    said = [*alone, *([f"{some_of(resized, 3)} of another size"] if resized else [])]
-    return f"These runs are of different models: {'; '.join(said)}. Their speeds do not compare."
+    differences = [*alone, *([f"{some_of(resized, 3)} of another size"] if resized else [])]
+    return f"These runs train different models ({'; '.join(differences)}), so their speeds are not comparable."
 
 
 def plans_side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """Yields (table, its place in one run, its place in the other) in their last intervals: tables that lie elsewhere
-    first, the costliest before others."""
+    """Yields (table, its placement in one run, in the other) for the last intervals: tables placed differently first,
+    then by cost."""
     if not (one.intervals and other.intervals):
         return
     places, costs = [], dict[str, float]()
@@ -65,7 +65,7 @@ def plans_side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, 
             part = use.name.removeprefix(shard.table)
             of_run.setdefault(shard.table, []).append(f"{part} rank {use.rank}".strip())
             costs[shard.table] = costs.get(shard.table, 0.0) + ms.get(use.name, 0.0)
-        places.append({table: ", ".join(said) for table, said in of_run.items()})
+        places.append({table: ", ".join(shards) for table, shards in of_run.items()})
     a, b = places
     for table in sorted(costs, key=lambda table: (a.get(table) == b.get(table), -costs[table], table)):
         yield table, a.get(table, "-"), b.get(table, "-")
@@ -76,7 +76,7 @@ def _of_last(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord]
 
 
 def _of_samples(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:
-    """None, too, where no step of it was sampled."""
+    """Reads a figure of the reported interval; None if none of its steps was sampled."""
     return lambda record: figure(record.reported) if record.intervals and record.reported.samples else None
 
 
@@ -95,7 +95,7 @@ def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
 
 
 def _phases(phase: str) -> Callable[[RunRecord], float | None]:
-    """None of a run that was started more than once: only its last start is known."""
+    """Reads a phase's seconds; None for a resumed run, which records only its last start."""
     return lambda record: record.seconds.get(phase) if record.starts == 1 else None
 
 
@@ -109,9 +109,9 @@ FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "max/mean of embedding compute": _of_samples(compute_imbalance),
     **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
     "waits, mean over ranks, ms": _of_samples(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
-    "largest rank's tables, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
-    "whole run, s": _phases("total"),
-    "planning its start, s": _phases("planning"),
+    "tables of the fullest rank, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
+    "total time, s": _phases("total"),
+    "start planning, s": _phases("planning"),
     "resharding, s": _phases("resharding"),
     "moves": lambda record: sum(decision.get("action") == "moved" for decision in record.decisions),
     "auc": _metric("auc"),

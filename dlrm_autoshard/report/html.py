@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML file: opens from disk, fetches nothing, fits a phone and grey paper.
+"""Renders a run as one self-contained HTML file that loads nothing and is legible on a phone and in greyscale print.
 
 write_html(Path("runs/movielens"), RunRecord.load(Path("runs/movielens")))      # runs/movielens/report.html
 render_html(record)                                                             # the same text, a pure function
@@ -26,8 +26,8 @@ from dlrm_autoshard.report.page_sections import comparison_sections, page_sectio
 from dlrm_autoshard.report.summary import where_it_ran
 
 # Text and headings come from page_sections.py, figures from page_data.py, charts from charts.py; page.js draws them
-# with the Vega libraries, which vl-convert bundles into the page once. The page forbids itself the network with a
-# Content-Security-Policy.
+# with the Vega libraries, which vl-convert bundles into the page once. A
+# Content-Security-Policy blocks the network.
 
 
 def write_html(run_dir: Path, record: RunRecord) -> Path:
@@ -38,7 +38,7 @@ def write_html(run_dir: Path, record: RunRecord) -> Path:
 
 
 def write_comparison(path: Path, one: RunRecord, other: RunRecord) -> Path:
-    """Two runs on one page."""
+    """Writes a page that compares two runs."""
     write_whole(path, render_comparison(one, other))
     return path
 
@@ -89,9 +89,8 @@ def _page(
 <main>
 {body}
 </main>
-<footer>Times are milliseconds of a typical sampled step (the middle half of them, averaged); ranks, intervals and steps
-count from 0. Written by dlrm_autoshard from the run's own records (costs/, metrics.jsonl, decisions.jsonl), where every
-figure is to be found.
+<footer>Times are milliseconds of a typical sampled step (the mean of the middle half). Ranks, intervals and steps count
+from 0. Written by dlrm_autoshard from the run's records (costs/, metrics.jsonl, decisions.jsonl).
 <noscript>The charts need JavaScript; the text above does not.</noscript></footer>
 <script type="application/json" id="page">{_inline_json(content)}</script>
 <script>{_bundle()}</script>
@@ -102,7 +101,7 @@ figure is to be found.
 
 
 def _inline_json(content: Mapping[str, Any]) -> str:
-    """JSON that cannot end its script element: a table may be named '</script>'."""
+    """Escapes JSON so that it cannot end its script element: a table may be named '</script>'."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -112,14 +111,14 @@ def _asset(name: str) -> str:
 
 @functools.cache
 def _bundle() -> str:
-    """The charts' library. Bundling it takes 1.7 s for always the same bytes, so they are kept for the next report."""
+    """Returns the chart library's JavaScript, cached because bundling takes 1.7 s."""
     import vl_convert
 
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     kept = caches / "dlrm_autoshard" / f"vega-{version('vl-convert-python')}.js"
     with suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
-    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub wants what is optional
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub requires an optional argument
     bundle = bundle.replace("</script", "<\\/script")
     with suppress(OSError):
         write_whole(kept, bundle)

@@ -1,4 +1,4 @@
-"""Charts of the interval that the page selects, rank by rank. See chart_style.py."""
+"""Charts of the selected interval, by rank. See chart_style.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dlrm_autoshard.report import chart_style as style
 from dlrm_autoshard.report.chart_style import BLUE, CHOSEN, INK, ORANGE, PAPER, Layers, mark, palette, rank_axis, tip
 
 MOST_TABLES = 12
-"""Bars of the costliest tables."""
+"""Tables in the chart of costliest tables."""
 
 
 def timeline() -> Layers:
-    """Draws each rank's step from left to right with its waits in their place, and a frame around the slowest rank of
-    each stage where that stands out. Names are written where they fit, letters where those do."""
+    """Draws each rank's step from left to right, with waits in place and a frame around the slowest rank of a stage
+    if it stands out. Stages are labelled by name, or by letter where a name does not fit."""
     order = {name: i for i, name in enumerate(style.TIMELINE)}
     base = (
         mark()
@@ -34,7 +34,12 @@ def timeline() -> Layers:
         x2="x1:Q",
         y=rank_axis(),
         color=alt.Color("stage:N", legend=None, scale=palette(segments, fills)),
-        tooltip=[tip("rank:O", "rank"), tip("name:N", "stage"), tip("ms:Q", "ms"), tip("cpu:Q", "had its core, %")],
+        tooltip=[
+            tip("rank:O", "rank"),
+            tip("name:N", "stage"),
+            tip("ms:Q", "ms"),
+            tip("cpu:Q", "share of its CPU core, %"),
+        ],
     )
     apart = base.transform_joinaggregate(most="max(ms)", mean="mean(ms)", groupby=["name"])
     slowest = "datum.stage != 'wait' && datum.ms == datum.most && datum.most - datum.mean > 0.01 * datum.step_ms"
@@ -50,7 +55,7 @@ def timeline() -> Layers:
 
 
 def costliest() -> Layers:
-    """Draws the tables that take most of the step: a bar each, and a tick where it stood in the first interval."""
+    """Draws a bar for each of the costliest tables, and a tick at its share in the first interval."""
     costly = (
         mark()
         .transform_filter(f"{CHOSEN} && isValid(datum.share)")
@@ -60,7 +65,7 @@ def costliest() -> Layers:
     y = alt.Y("name:N", title=None, sort=None, axis=alt.Axis(ticks=False, domain=False))
     tips = [tip("name:N", "table"), tip("rank:O", "rank"), tip("share:Q", "% of the step", ".1f"),
             tip("start:Q", "% at the start", ".1f"), tip("rows:Q", "rows", ","), tip("dim:Q", "dim"),
-            tip("pooling:Q", "lookups a sample")]  # fmt: skip
+            tip("pooling:Q", "lookups per sample")]  # fmt: skip
     x = alt.X("share:Q", title="% of the step, estimated", axis=alt.Axis(tickCount=5))
     note = "'rank ' + datum.rank + (isValid(datum.change) && abs(datum.change) >= 0.5 ? "
     note += "', ' + format(datum.change, '+.1f') + ' since the start' : '')"
@@ -75,8 +80,8 @@ def costliest() -> Layers:
 
 
 def memory(limited: bool) -> Layers:
-    """Draws peak memory by rank. limited: with a tick at the budget for tables."""
-    kinds = {"tables_mib": "tables and optimizer state", "rest_mib": "all else, at peak"}
+    """Draws peak memory by rank. limited: adds a tick at the memory budget for tables."""
+    kinds = {"tables_mib": "tables and optimizer state", "rest_mib": "everything else, at peak"}
     chosen = mark().transform_filter(CHOSEN)
     base = chosen.transform_fold([*kinds], ["key", "mib"]).transform_calculate(kind=f"{kinds}[datum.key]")
     tips = [tip("rank:O", "rank"), tip("kind:N", "what"), tip("mib:Q", "MiB", ",.0f")]
@@ -93,7 +98,7 @@ def memory(limited: bool) -> Layers:
 
 
 def predictions() -> Layers:
-    """Draws predicted over measured, one mark a rank and stage; on the dashed line they agree."""
+    """Draws predicted against measured time, one mark per rank and stage, and a dashed line where they are equal."""
     names = [*PLANNED_STAGES]
     base = mark().transform_filter(CHOSEN)
     colours = [style.SEGMENTS[name][0] for name in names]

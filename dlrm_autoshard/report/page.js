@@ -1,4 +1,4 @@
-// The report's page: columns to rows, one native control for the epoch, tables of the chosen epoch's figures.
+// Turns the page's columns into rows, draws the charts, and fills the tables for the selected epoch.
 "use strict";
 
 const page = JSON.parse(document.getElementById("page").textContent);
@@ -7,7 +7,7 @@ const rows = (columns) => {
   return (columns[names[0]] || []).map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
 };
 const tableRows = (tables, epochs) => {
-  const share = (at, i) => { // of the step, in percent; null where the table was in other parts, or nothing was sampled
+  const share = (at, i) => { // percent of the step; null if the table was split otherwise, or nothing was sampled
     const cost = tables.at[at].cost[i];
     return cost === null || !epochs[at].step_ms ? null : 100 * cost / epochs[at].step_ms;
   };
@@ -20,7 +20,7 @@ const tableRows = (tables, epochs) => {
         pooling: use.pooling[i], reuse: use.reuse[i], share: now, start,
         change: now === null || start === null ? null : now - start,
       };
-    }).filter((line) => line.rank !== null) // whole then, and in parts now, or the other way round
+    }).filter((line) => line.rank !== null) // null: the table was split otherwise in that epoch
       .sort((a, b) => b.cost - a.cost));
 };
 
@@ -29,7 +29,7 @@ const data = Object.fromEntries(
 if (page.data.tables) data.placement = tableRows(page.data.tables, data.epochs);
 const views = [];
 const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
-// Colours of ink and paper are exchanged in the charts as the style sheet exchanges them in the text.
+// Swaps the charts' colours for dark mode, as the style sheet does for text.
 const coloured = (spec) => !dark ? spec : JSON.parse(
   JSON.stringify(spec).replace(/#[0-9a-f]{6}/g, (colour) => page.dark[colour] || colour));
 const control = document.getElementById("epoch");
@@ -42,13 +42,13 @@ async function draw(chart) {
   const params = chart.spec.params.map((param) => (param.name === "at" ? { ...param, value: chosen() } : param));
   const datasets = Object.fromEntries(chart.data.map((name) => [name, data[name] || []]));
   const spec = { ...coloured(chart.spec), params, datasets };
-  // A line through three points says no more on a metre of screen than on a hand's width.
+  // A line through a few points needs no wide chart.
   if (chart.points) place.style.maxWidth = `${Math.max(22, 3.2 * chart.points + 8)}rem`;
-  // Level 1 is errors: Vega warns of axes without data, but an epoch without a prediction is no mistake.
+  // Level 1 logs errors only: Vega warns of axes without data, which an epoch without a prediction has.
   const options = { actions: false, renderer: "svg", config: coloured(page.config), logLevel: 1 };
   const { view } = await vegaEmbed(place, spec, options);
   const svg = place.querySelector("svg");
-  // One picture with one label; the figures are in the text and the table beside it.
+  // Screen readers get one image with one label; the figures are in the text and tables.
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", place.dataset.label);
   for (const part of svg.querySelectorAll("[aria-label], [aria-roledescription]")) {
@@ -57,13 +57,13 @@ async function draw(chart) {
   views.push(view);
 }
 
-// A chart in a closed fold has no width: it is drawn when that is opened for the first time.
+// A chart inside a closed <details> has no width, so it is drawn when that is first opened.
 async function drawOrWait(chart) {
   const fold = document.getElementById(`chart-${chart.id}`).closest("details");
   if (!fold || fold.open) return draw(chart);
-  fold.addEventListener("toggle", () => draw(chart).then(said), { once: true });
+  fold.addEventListener("toggle", () => draw(chart).then(countDrawn), { once: true });
 }
-const said = () => { document.documentElement.dataset.drawn = String(views.length); }; // to tests: these charts are there
+const countDrawn = () => { document.documentElement.dataset.drawn = String(views.length); }; // read by tests
 
 function fill(table, columns, lines) {
   const body = table.tBodies[0];
@@ -107,6 +107,6 @@ async function start() {
     });
     await show();
   }
-  said();
+  countDrawn();
 }
 start();

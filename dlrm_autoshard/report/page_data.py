@@ -1,9 +1,9 @@
-"""A run's figures as the HTML page carries them: columns of rounded numbers, each written once.
+"""A run's figures as embedded in the HTML page: columns of rounded numbers.
 
     page_data(record)["ranks"]     # {"at": [0, 0, 1, 1], "rank": [0, 1, 0, 1], "fwd_compute": [5.01, 9.98, ...], ...}
 
-`at` is the position of an epoch's profile in the record: what the page's epoch control selects. The page turns
-columns into the rows that charts take (page.js). 64 ranks, 20 epochs and 1,000 tables come to about 0.5 MB.
+`at` is the index of an interval in the record, which the page's epoch control selects. page.js turns columns into the
+rows that charts read. 64 ranks, 20 epochs and 1,000 tables take about 0.5 MB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, imbalance
 from dlrm_autoshard.records.decisions import worth_in_words
-from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, STARVED_BELOW, drift, table_costs_ms, who_is_slow
+from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, STARVED_BELOW, describe_straggler, drift, table_costs_ms
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import balanced_ms, comms_imbalance, compute_imbalance, step_time, total_wait_ms
@@ -24,17 +24,17 @@ from dlrm_autoshard.report.verdict import left_to_save, moves_that_stayed
 
 Columns = dict[str, list[Any]]
 METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all labels", "auc": "AUC"}
-"""Those that are drawn."""
+"""Metrics that have a chart."""
 MOST_POINTS = 400
-"""Points in one line; more is more than a screen shows."""
+"""Points in one line: a screen shows no more."""
 MOST_ROWS = 32
-"""Tables in the map; all are in the table under it."""
+"""Tables in the map; the table below it lists all."""
 SAME_SHARE = 1.0
-"""Percent of the step: a table's share that changes by less is drawn as one."""
+"""Percentage points of the step: cells that differ by less are merged."""
 
 
 def page_data(record: RunRecord) -> dict[str, Any]:
-    """Returns the rows of every chart and table of a run's page, as columns."""
+    """Returns the data of every chart and table on a run's page, as columns."""
     return {
         "speed": _columns(_speed_rows(record)),
         "before": _columns(before_rows(record)),
@@ -50,13 +50,13 @@ def page_data(record: RunRecord) -> dict[str, Any]:
 
 
 def comparison_data(one: RunRecord, other: RunRecord) -> dict[str, Any]:
-    """Returns the rows of the page of two runs, as columns."""
+    """Returns the data of the page that compares two runs, as columns."""
     return {"speed": _columns(row for record in (one, other) for row in _speed_rows(record))}
 
 
 def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Yields speeds by step, as often as metrics have them; else both ends of each interval, so that a line through
-    them shows how long a speed lasted. smooth: the median of five neighbours."""
+    """Yields speeds by step from the metrics, or, if those are fewer than the intervals, at both ends of each interval.
+    smooth: running median of five."""
     lines = _thinned(
         [line for line in record.metrics_of("train") if line.get("examples_per_second") and "step" in line]
     )
@@ -74,7 +74,7 @@ def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def before_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Yields the speed that the plan before each move would have had, by what the move saved, until the next change."""
+    """Yields the estimated speed without each move, until the next change: measured speed less the move's gain."""
     speeds = [(row["step"], row["smooth"]) for row in _speed_rows(record)]
     events = [row["step"] for row in event_rows(record)]
     for decision in moves_that_stayed(record):
@@ -84,25 +84,26 @@ def before_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
         end = min((step for step in events if step > start), default=math.inf)
         gains = (decision["measured_gain"], decision["measured_high"], decision["measured_low"])
         after = [(step, speed) for step, speed in speeds if start < step < end]
-        after += [(step, speed) for step, speed in speeds if step == end][:1]  # of the interval that ends there
+        after += [(step, speed) for step, speed in speeds if step == end][:1]  # the interval that ends there
         for step, speed in [*((start, speed) for _, speed in after[:1]), *after]:
             before, low, high = (speed * (1 - gain) for gain in gains)
             yield {"move": start, "step": step, "before": before, "low": low, "high": high}
 
 
 def _noisy_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Yields intervals in which something else had a rank's core: their times say little."""
+    """Yields intervals with CPU contention, whose times are unreliable."""
     for profile in record.intervals:
         shares = [share for share in profile.cpu_share if share is not None]
         if shares and min(shares) < STARVED_BELOW:
-            text = f"a rank had its core for {min(shares):.0%} of the time"
+            text = f"a rank got only {min(shares):.0%} of its CPU core"
             yield {"x0": profile.first_step, "x1": profile.end_step, "text": text}
 
 
 def map_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Yields cells of the map of tables: what a table, or a part of one, cost on its rank from step x0 to x1. Rows
-    come by the last rank, costliest first: the tables that moved, and of the others those with the largest shares.
-    Neighbours on one rank with nearly the same share of the step are one cell."""
+    """Yields cells of the table map: a table's or shard's share of the step on its rank from step x0 to x1.
+
+    Shows tables that moved and the costliest others, ordered by their last rank and cost. Consecutive intervals on one
+    rank with nearly the same share are merged into one cell."""
     cells: dict[str, list[dict[str, Any]]] = {}
     for _, profile in _sampled(record):
         costs, total = table_costs_ms(profile), max(profile.step_ms, 1e-9)
@@ -127,7 +128,7 @@ def map_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Moves, moves taken back or refused, and drift of the data."""
+    """Yields moves, moves undone or refused, and drift of the data."""
     for decision in record.decisions:
         action = str(decision.get("action")).replace("_", " ")
         if action == "kept" or decision.get("step") is None:
@@ -138,14 +139,14 @@ def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for earlier, later in itertools.pairwise(record.intervals):
         moved = drift(earlier, later)
         if moved >= NOTABLE_DRIFT:
-            text = f"{moved:.0%} of the lookups went to other tables than before"
+            text = f"{moved:.0%} of the lookups shifted between tables"
             yield {"step": later.first_step, "event": "drift", "note": None, "text": text}
 
 
 def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for at, profile in enumerate(record.intervals):
         bias, sampled = profile.prediction_bias, profile.samples > 0
-        sentences = [step_time(record, profile), who_is_slow(profile), *left_to_save(record, profile)]
+        sentences = [step_time(record, profile), describe_straggler(profile), *left_to_save(record, profile)]
         yield {
             "at": at,
             "label": record.label(profile),
@@ -162,7 +163,7 @@ def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def _sampled(record: RunRecord) -> Iterable[tuple[int, IntervalProfile]]:
-    """Profiles that have stages: where no step was sampled there is nothing to draw, rather than zeros."""
+    """Returns the profiles with sampled steps; the others have no stages to draw."""
     return ((at, profile) for at, profile in enumerate(record.intervals) if profile.samples)
 
 
@@ -198,8 +199,8 @@ def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def _table_columns(record: RunRecord) -> dict[str, Any]:
-    """Names and shapes once; owner, estimated cost and observed use of each table, or part of one, for each profile:
-    None where that had it otherwise, whole or in parts."""
+    """Returns names and shapes once, and owner, estimated cost and observed use of each table or shard per interval:
+    None in intervals with another split of that table."""
     tables = list({use.name: use for profile in record.intervals[::-1] for use in profile.tables}.values())
     by_epoch = []
     for profile in record.intervals:
@@ -231,7 +232,7 @@ def _metric_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def _thinned(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Evenly spaced, first and last kept."""
+    """Returns at most MOST_POINTS lines, evenly spaced, including first and last."""
     if len(lines) <= MOST_POINTS:
         return lines
     return [lines[round(i * (len(lines) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
@@ -246,6 +247,6 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 def _short(value: float, digits: int = 4) -> float:
-    """No finer than such figures are known."""
+    """Rounds to the digits that are significant."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -1,8 +1,8 @@
-"""The HTML report's text: tiles, headings, a sentence beside every chart and the tables behind them.
+"""The HTML report's text: tiles, headings, a caption for every chart and the tables behind them.
 
     for anchor, heading, body in page_sections(record, {"speed", "map", ...}): ...
 
-What one wants to know in ten seconds comes first; every rank and every table are in tables that open on demand.
+The summary comes first; per-rank and per-table figures are in tables that open on demand.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dlrm_autoshard.report.verdict import (
 )
 
 STAGE_MEANINGS = {
-    "data_wait": "waiting for the next batch", "input_dist": "ids to their owners", "fwd_compute": "lookup",
-    "fwd_comms": "vectors back", "dense_fwd": "MLPs", "dense_bwd": "their gradients",
-    "bwd_comms": "gradients to owners", "bwd_compute": "update of tables", "grad_allreduce": "dense gradients",
-    "dense_optim": "dense optimizer", "other": "what is left", "wait": "waiting for slower ranks",
+    "data_wait": "waiting for the next batch", "input_dist": "ids to table owners", "fwd_compute": "embedding lookup",
+    "fwd_comms": "pooled vectors back", "dense_fwd": "MLPs forward", "dense_bwd": "MLPs backward",
+    "bwd_comms": "gradients to table owners", "bwd_compute": "table update", "grad_allreduce": "dense gradients",
+    "dense_optim": "dense optimizer", "other": "rest of the step", "wait": "waiting for slower ranks",
 }  # fmt: skip
 
 
@@ -41,12 +41,12 @@ def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str
     """Yields (id, heading, body) in the order of the page."""
     yield "summary", "At a glance", _at_a_glance(record, drawn)
     if "map" in drawn:
-        yield "tables", "Which tables lay where", _figure(
-            "map", "Tables by rank, over the run",
-            "A row is a table, a colour and a number the rank that held it; the stronger the colour, the larger the "
-            "table's share of the step (estimated from lookups and dims: no table is timed alone). A stroke and an "
-            "arrow mark a move. Tables that moved and the costliest are shown.", tall=True)  # fmt: skip
-        yield "one-epoch", f"One {record.unit}, rank by rank", _one_epoch(record)
+        yield "tables", "Table placement", _figure(
+            "map", "Tables by rank over the run",
+            "Each row is a table. Colour and number show its rank; stronger colour means a larger share of the step "
+            "(estimated from lookups and dims). A line with an arrow marks a move. Shown are the tables that moved and "
+            "the costliest others.", tall=True)  # fmt: skip
+        yield "one-epoch", f"One {record.unit} by rank", _one_epoch(record)
     if record.decisions:
         yield "decisions", "What autoshard decided", _decisions(record)
     if drawn & METRICS.keys():
@@ -56,13 +56,13 @@ def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str
 
 
 def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
-    """(id, heading, body): both verdicts over one chart, then the figures side by side."""
+    """Yields (id, heading, body): both verdicts with one chart, then figures and plans side by side."""
     said = "".join(
         f"<h3>{escape(record.name)}</h3>"
         + "".join(f"<p>{escape(sentence)}</p>" for sentence in [bottom_line(record), *verdict(record)])
         for record in (one, other)
     )
-    chart = _figure("speed", "Speed over both runs", "Examples a second of all ranks, over every step.")
+    chart = _figure("speed", "Speed over both runs", "Examples per second over all ranks.")
     warning = different_models(one, other)
     said = (f'<p class="verdict">{escape(warning)}</p>' if warning else "") + said
     yield "summary", "Verdicts", said + (chart if "speed" in drawn else "")
@@ -87,28 +87,28 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
             for name, a, b in placed
         )
         differ, tables = sum(a != b for _, a, b in placed), count(len(placed), "table")
-        said = f"{differ:,} of {tables} lie elsewhere, in bold" if differ else "All tables lie on the same ranks"
+        said = f"{differ:,} of {tables} are placed differently (bold)" if differ else "Both runs end with the same plan"
         yield (
             "plans",
             "Plans side by side",
-            f"<p>{said}, costliest first.</p>"
+            f"<p>{said}. Costliest tables first.</p>"
             '<div class="scroll" tabindex="0" role="region" aria-label="Plans">'
             f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>",
         )
 
 
 def _at_a_glance(record: RunRecord, drawn: set[str]) -> str:
-    """Tiles, one line of verdict, the speed over the run, then the rest."""
+    """Returns tiles, a one-line verdict, the speed chart and the run in sentences."""
     tiles = "".join(
         f"<div><dt>{title}</dt><dd>{escape(value)} <small>{escape(note)}</small></dd></div>"
         for title, value, note in _tiles(record)
     )
     speed = (
         _figure("speed", "Speed over the run",
-                "Examples a second of all ranks: dots as measured, the line their running median. Dashed, with its "
-                "band: what the plan before a move would have had, by what the move saved. Shaded: a rank had its core "
-                "for less than 90% of the time. Marked: moves, with the part of a step that they saved where "
-                "that is known, and drift, where the data look up other tables than before.")
+                "Examples per second over all ranks; the line is the running median. The dashed line with its 90% band "
+                "is the estimated speed without the move. Shaded: a rank got less than 90% of its CPU core, so times "
+                "are unreliable. Triangles: moves, with the measured gain. Diamonds: drift, where lookups shifted to "
+                "other tables.")
         if "speed" in drawn else ""
     )  # fmt: skip
     line = bottom_line(record)
@@ -123,24 +123,24 @@ def _at_a_glance(record: RunRecord, drawn: set[str]) -> str:
 
 
 def _tiles(record: RunRecord) -> Iterable[tuple[str, str, str]]:
-    """Yields (title, figure, note): speed, slowest rank, what is left to gain, what moves were worth, AUC."""
+    """Yields (title, figure, note): speed, slowest rank, possible gain, gain of the moves, AUC."""
     if record.intervals:
         last = record.reported
-        yield "Speed now", f"{last.throughput:,.0f}", f"examples/s; {last.mean_step_ms:.3g} ms a step"
+        yield "Speed now", f"{last.throughput:,.0f}", f"examples/s, {last.mean_step_ms:.3g} ms per step"
         if last.world_size > 1 and last.samples:
             straggler = last.straggler
             yield (
-                ("Slowest rank", "none", "no rank is surely slower than the others")
+                ("Slowest rank", "none", "no rank is significantly slower")
                 if straggler is None
                 else ("Slowest rank", f"rank {straggler.rank}", straggler.reason)
             )
         balance = record.balance(last)
         if balance is not None and math.isfinite(balance.high):
-            sure = f"{balance.gain:.1%}", f"{balance.low:.1%} to {balance.high:.1%} of a step, by perfect balance"
-            unsure = "nothing sure", f"at most {max(0.0, balance.high):.1%} of a step"
-            yield "Left to gain", *(sure if balance.low > 0 else unsure)
+            sure = f"{balance.gain:.1%}", f"of a step by perfect balance ({balance.low:.1%} to {balance.high:.1%})"
+            unsure = "within noise", f"at most {max(0.0, balance.high):.1%} of a step by perfect balance"
+            yield "Possible gain", *(sure if balance.low > 0 else unsure)
     if record.decisions:
-        yield "Moves were worth", *_moves_worth(record)
+        yield "Gain from moves", *_moves_worth(record)
     found = record.final_metrics()
     if found and found[1].get("auc") is not None:
         yield "AUC", f"{found[1]['auc']:.4f}", f"{ {'val': 'validation'}.get(found[0], found[0]) } data"
@@ -149,14 +149,14 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str, str]]:
 def _moves_worth(record: RunRecord) -> tuple[str, str]:
     moves = moves_that_stayed(record)
     if not moves:
-        return "no move", why_tables_stay(record.decisions)
+        return "no moves", why_tables_stay(record.decisions)
     known = [move for move in moves if worth_in_words(move)]
     if not known:
-        return "not known", f"{count(len(moves), 'move')}: {moves[-1].get('doubt') or 'no interval followed'}"
+        return "unknown", f"{count(len(moves), 'move')}: {moves[-1].get('doubt') or 'no interval after it'}"
     if len(moves) == 1:
         low, high = (known[0][f"measured_{end}"] for end in ("low", "high"))
-        return f"{known[0]['measured_gain']:.1%}", f"{low:.1%} to {high:.1%} of a step, 1 move"
-    unknown = f"; {len(moves) - len(known)} not known" if len(known) < len(moves) else ""
+        return f"{known[0]['measured_gain']:.1%}", f"of a step ({low:.1%} to {high:.1%}), 1 move"
+    unknown = f"; {len(moves) - len(known)} unknown" if len(known) < len(moves) else ""
     more = f" and {len(known) - 3} more" if len(known) > 3 else ""
     said = ", ".join(filter(None, map(worth_in_words, known[:3])))
     return f"{len(moves)} moves", f"saved {said}{more} of a step{unknown}"
@@ -183,25 +183,25 @@ def _one_epoch(record: RunRecord) -> str:
         f'<label for="rank">Rank</label><select id="rank"><option value="">all</option>{_rank_options(record)}</select>'
         "</div>"
         '<p id="epoch-text" aria-live="polite"></p>'
-        + _figure("ranks", "A step of each rank",
-                  "From left to right, as it ran: ranks wait, hatched, before each exchange for the slowest, so stages "
-                  "begin together. Framed: the slowest rank of a stage, where that costs over 1% of the step.",
+        + _figure("ranks", "One step on each rank",
+                  "Time runs from left to right. Before each exchange, ranks wait (hatched) for the slowest one. A "
+                  "frame marks a stage's slowest rank if that costs more than 1% of the step.",
                   f'<ul class="legend" aria-label="Stages">{legend}</ul>', tall=tall)
         + _details("Figures of every rank",
-                   "ms a step by rank and stage; cpu: part of the time in which it had its core, in %",
+                   "Milliseconds per step by rank and stage; cpu: share of its CPU core that the rank got",
                    _table(ranks, [*ranks[:-2], "step", "cpu, %"], "ranks"))
         + '<div class="pair">'
         + _figure("costliest", "Costliest tables",
-                  "Each table's share of the step, estimated; the stroke is where it stood in the first interval.")
+                  "Estimated share of the step; the tick is the share in the first interval.")
         + _figure("memory", "Memory",
-                  "Peak memory of each rank: dark, its tables and their optimizer state"
-                  + (", to be held against the stroke, its budget for them." if record.budget_bytes else "."),
+                  "Peak memory of each rank. Dark: its tables and their optimizer state"
+                  + ("; the tick is the budget for them." if record.budget_bytes else "."),
                   tall=tall)
         + "</div>"
-        + _details("Every table", "Tables by estimated cost; change since the first interval, in points of the step; "
-                   "reuse: uses of an id in a batch, on average",
+        + _details("Every table", "Tables by estimated cost. change: percentage points since the first interval; "
+                   "reuse: mean uses of an id within a batch",
                    _table(tables, ["table", "rank", "% of the step", "change", "ms", "rows", "dim", "MiB",
-                                   "lookups a sample", "reuse"], "placement"))
+                                   "lookups per sample", "reuse"], "placement"))
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _rank_options(record: RunRecord) -> str:
 
 
 def _decisions(record: RunRecord) -> str:
-    """Returns a row a decision; several in a row that kept the plan for one reason share a row."""
+    """Returns one row per decision; consecutive ones that kept the plan for the same reason share a row."""
     rows = []
     for (action, text), group in itertools.groupby(record.decisions, lambda d: (str(d.get("action")), _what(d))):
         decisions = [*group]
@@ -221,8 +221,8 @@ def _decisions(record: RunRecord) -> str:
             rows.append(_decision(action, text, decisions))
     return (
         f"<p>{escape(autoshard_in_one_line(record))}</p>"
-        "<p>Gains are parts of the step saved: positive is faster. The model's error is that of its predictions for "
-        f'the interval just measured, before and after learning from it.</p><ol class="decisions">{"".join(rows)}</ol>'
+        "<p>Gains are fractions of the step: positive is faster. Model error: the cost model's error on the interval "
+        f'just measured, before and after learning from it.</p><ol class="decisions">{"".join(rows)}</ol>'
     )
 
 
@@ -248,7 +248,7 @@ def _figures_of(decision: Mapping[str, Any]) -> dict[str, str]:
     gain = decision.get("predicted_gain")
     return {
         "predicted": f"{gain:.1%}" if gain else "",
-        "measured": worth_in_words(decision) or ("in doubt" if decision.get("doubt") else ""),
+        "measured": worth_in_words(decision) or ("not reliable" if decision.get("doubt") else ""),
         "moved": gib(decision["bytes_moved"]) if decision.get("bytes_moved") else "",
         "tables": moves_in_words(decision),
         "in": f"{decision['move_seconds']:.2f} s" if decision.get("move_seconds") else "",
@@ -264,27 +264,27 @@ def _more(record: RunRecord, drawn: set[str]) -> str:
                "memory", "error"]  # fmt: skip
     heads = [unit, "end step", "mean step", "sampled", "balanced", "compute", "communication", "memory", "error, %"]
     said = _details(
-        "The sampled step over the run", "",
+        "Sampled steps over the run", "",
         _figure("step-time", "Sampled step",
-                "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps. Dashed: the "
-                "same step at perfect balance of what placement decides; the band between them is what placement "
-                f"could still save. The ring is the {unit} chosen above."),
-    ) + _details(f"All {unit}s", f"Every {unit}: step and balanced step in ms, slowest rank over the mean, prediction "
-                 "error in %", _table(columns, heads, "epochs-all"))  # fmt: skip
+                "Solid: a sampled step, which has barriers before exchanges and overlaps nothing. Dashed: the same "
+                f"step at perfect balance; the band between them is what placement could still save. Ring: the {unit} "
+                "selected above."),
+    ) + _details(f"All {unit}s", f"Every {unit}: step and balanced step in ms, slowest rank / mean, prediction error "
+                 "in %", _table(columns, heads, "epochs-all"))  # fmt: skip
     if "predictions" not in drawn:
         return said
     last = next(profile for profile in reversed(record.intervals) if profile.predicted)
     error = last.prediction_bias or 0.0
     return said + _details(
         "Predicted and measured costs", "",
-        f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "
-        f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
+        f"<p>For {record.span(last)} the cost model predicted {abs(error):.1%} {'more' if error > 0 else 'less'} time "
+        "than measured, over the four stages that depend on placement.</p><div class=\"pair\">"
         + _figure("predictions", f'{unit.capitalize()} <span class="epoch-name"></span>',
-                  f"Each mark is one stage on one rank, in the {unit} chosen above. On the dashed line "
-                  "prediction and measurement agree; above it the stage was faster than expected.",
-                  f'<p id="no-prediction" hidden>For this {unit} there was no prediction.</p>')
+                  f"Each mark is one stage on one rank, in the {unit} selected above. Above the dashed line the stage "
+                  "was faster than predicted, below it slower.",
+                  f'<p id="no-prediction" hidden>There was no prediction for this {unit}.</p>')
         + _figure("errors", "Over the run",
-                  "Error of the predicted step cost; below zero the plan cost more than expected.")
+                  "Error of the predicted step cost; below zero the step took longer than predicted.")
         + "</div>",
     )  # fmt: skip
 
@@ -320,7 +320,7 @@ def _details(title: str, caption: str, body: str) -> str:
 
 
 def _table(columns: Sequence[str], heads: Sequence[str], rows: str) -> str:
-    """A table that page.js fills: with the chosen interval's rows, or all of them where rows ends in '-all'."""
+    """Returns a table that page.js fills with the selected interval's rows, or all rows if `rows` ends in '-all'."""
     kind, _, every = rows.partition("-")
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     return (

@@ -1,4 +1,4 @@
-"""A plan for people: who owns what and what that is predicted to cost, beside everything it was chosen from.
+"""Prints a plan: which rank owns what, the predicted cost, and the candidates that the plan was chosen from.
 
 console.print(rank_table(plan, tables, stats, table_bytes, predicted))
 console.print(candidate_table(result))
@@ -17,8 +17,8 @@ from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank
 from dlrm_autoshard.planner.result import Candidate, PlanResult
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
-_MOST_RANKS = 16  # rows shown before the middle is left out
-_WORTH_SAYING = 0.01  # of a step
+_MOST_RANKS = 16  # more ranks are shortened in the middle
+_WORTH_SAYING = 0.01  # fraction of a step
 
 
 def rank_table(
@@ -29,8 +29,8 @@ def rank_table(
     predicted: Sequence[RankCost] | None = None,
     budget_bytes: Sequence[int] | None = None,
 ) -> Table:
-    """One row a rank: tables, bytes, lookups a sample, predicted ms by stage (the slowest, for which the step waits, in
-    bold). 80 columns are enough. tables: the plan's shards. budget_bytes: for tables on each rank, where it is limited.
+    """Returns a table that fits 80 columns, one row per rank: tables, bytes, lookups per sample, predicted ms by stage
+    (the slowest in bold). tables: the plan's shards. budget_bytes: memory limit for tables on each rank.
     """
     lookups = {table.name: stat.mean_pooling for table, stat in zip(tables, stats, strict=True)}
     memory = bytes_per_rank(plan, table_bytes)
@@ -43,11 +43,11 @@ def rank_table(
         for stage in PLANNED_STAGES:
             grid.add_column(stage.replace("_", "\n"), justify="right")
         grid.caption = (
-            f"predicted, ms a step; {step_cost_ms(predicted):.2f} in all (each stage's slowest rank), "
+            f"predicted ms per step; total {step_cost_ms(predicted):.2f} (sum of each stage's slowest rank), "
             f"{balanced_cost_ms(predicted):.2f} if perfectly balanced"
         )
     if budget_bytes is not None:
-        grid.caption = f"{grid.caption or ''}\nmemory: in brackets the part of the rank's budget for tables".lstrip()
+        grid.caption = f"{grid.caption or ''}\nmemory: in brackets the share of the rank's budget for tables".lstrip()
     for rank in range(plan.world_size):
         if plan.world_size > _MOST_RANKS and _MOST_RANKS // 2 <= rank < plan.world_size - _MOST_RANKS // 2:
             if rank == _MOST_RANKS // 2:
@@ -67,7 +67,7 @@ def rank_table(
 def tables_by_rank(
     plan: ShardingPlan, tables: Sequence[TableConfig], stats: Sequence[TableStats], most: int = 6
 ) -> list[str]:
-    """'rank 0: ad, user and 4 more': a rank's tables by the values looked up in them, most first."""
+    """Returns lines such as 'rank 0: ad, user and 4 more', tables with most lookups first."""
     work = {t.name: lookup_work(t.embedding_dim, s.mean_pooling) for t, s in zip(tables, stats, strict=True)}
     said = []
     for rank in range(min(plan.world_size, _MOST_RANKS)):
@@ -80,21 +80,21 @@ def tables_by_rank(
 
 
 def why_not_the_fastest(result: PlanResult) -> str | None:
-    """A sentence where another plan than the chosen one was measured faster."""
+    """Returns a sentence if another plan was measured faster than the chosen one, else None."""
     measured = [c for c in result.candidates if c.measured_ms is not None]
     fastest = min(measured, key=lambda c: c.measured_ms or 0.0, default=None)
     chosen = result.chosen
     if fastest is None or fastest.plan.fingerprint == chosen.plan.fingerprint or chosen.measured_ms is None:
         return None
     return (
-        f"'{fastest.name}' was measured faster ({fastest.measured_ms:.2f} ms, the chosen {chosen.measured_ms:.2f}),"
-        f" but single measurements scatter: with its prediction ({fastest.predicted_ms:.2f} ms) it is expected to take "
-        f"{fastest.estimate_ms:.2f} ms, the chosen plan {chosen.estimate_ms:.2f}"
+        f"'{fastest.name}' was measured faster ({fastest.measured_ms:.2f} ms, chosen plan {chosen.measured_ms:.2f} ms),"
+        f" but measurements are noisy: combined with its prediction ({fastest.predicted_ms:.2f} ms) it is expected to "
+        f"take {fastest.estimate_ms:.2f} ms, the chosen plan {chosen.estimate_ms:.2f} ms"
     )
 
 
 def what_splits_would_save(result: PlanResult, most: int = 6) -> str | None:
-    """A sentence where tables may not be split, and splitting some would save a part of the step worth asking for."""
+    """Returns a sentence if splits are off and splitting some tables is predicted to save time, else None."""
     saved = 0.0 if result.would_split is None else 1 - result.would_split.predicted_ms / result.predicted_ms
     if result.would_split is None or saved < _WORTH_SAYING:
         return None
@@ -102,28 +102,28 @@ def what_splits_would_save(result: PlanResult, most: int = 6) -> str | None:
     parts = [f"'{table}' in {len(split.parts_of(table))} parts" for table in split.split_tables[:most]]
     more = f" and {len(split.split_tables) - most} more tables" if len(split.split_tables) > most else ""
     return (
-        f"splitting by columns, {', '.join(parts)}{more}, would save a predicted {saved:.0%} of the step: exact with "
-        "sgd, adagrad and adam; for rowwise_adagrad set tables.optimizer.per_part, which is another optimizer"
+        f"splitting by columns ({', '.join(parts)}{more}) would save a predicted {saved:.0%} of the step. This is "
+        "exact with sgd, adagrad and adam; rowwise_adagrad needs tables.optimizer.per_part, which changes the optimizer"
     )
 
 
 def candidate_table(result: PlanResult, most: int = 12) -> Table:
-    """Lists the candidates that the plan was chosen from, best first, each beside the chosen one."""
+    """Returns a table of the candidate plans, best first."""
     chosen = result.chosen
     grid = Table(title="chosen from", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    grid.caption = f"ms a step. predicted: by {result.costs_from}. "
+    grid.caption = f"ms per step. predicted: by {result.costs_from}. "
     judged = any(candidate.expected_ms is not None for candidate in result.candidates)
     grid.add_column("plan made by")
     for heading in ("predicted", *(("measured", "expected") if judged else ()), "v chosen"):
         grid.add_column(heading, justify="right")
     if judged:
         grid.caption += (
-            "measured: on this hardware. expected: the best guess from both, a noisy measurement counting less; the "
-            "least is chosen. v chosen: by it, or predicted"
+            "measured: on this hardware. expected: both combined, weighted by their noise; the lowest is chosen. v "
+            "chosen: difference in it, or in predicted"
         )
     else:
-        grid.caption += "v chosen: by it"
-    makers: dict[str, list[Candidate]] = {}  # candidates by plan: several algorithms often find the same one
+        grid.caption += "v chosen: difference in it"
+    makers: dict[str, list[Candidate]] = {}  # several algorithms often find the same plan
     for candidate in result.candidates:
         makers.setdefault(candidate.plan.fingerprint, []).append(candidate)
     for same in list(makers.values())[:most]:

@@ -1,4 +1,4 @@
-"""Charts of the whole run, with the training step from left to right. See chart_style.py."""
+"""Charts of the whole run by training step. See chart_style.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EVENTS = ["moved", "rolled back", "refused", "drift"]
 
 
 def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
-    """Draws examples/s by step: each figure faint, their running median strong; stretches in which a rank lacked its
-    core are shaded, moves and drift of the data marked. Dashed, with its band: the plan before a move.
+    """Draws examples/s by step with its running median, intervals with CPU contention (shaded), moves and drift, and
+    the estimated speed without the move (dashed, with its band).
 
-    unit: the run's word for an interval. marked: there are such events. several: one line a run, without marks."""
+    unit: the run's word for an interval. marked: draw events. several: one line per run, without events."""
     y = alt.Y("smooth:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
     tips = [tip("label:N", unit), tip("examples:Q", "examples/s", ",.0f")]
     if several:
@@ -38,7 +38,7 @@ def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
     rules = events.mark_rule(color=GREY, strokeDash=[3, 3]).encode(x=step_axis(), tooltip=said)
     marks = events.mark_point(size=110, filled=True, color=INK, strokeWidth=2.5)
     before = alt.Chart(alt.NamedData("before")).encode(x=step_axis(), detail="move:N")
-    worth = [tip("before:Q", "examples/s by the plan before", ",.0f"), tip("low:Q", "at least", ",.0f")]
+    worth = [tip("before:Q", "examples/s without the move", ",.0f"), tip("low:Q", "at least", ",.0f")]
     worth.append(tip("high:Q", "at most", ",.0f"))
     names = events.transform_filter("isValid(datum.note)").mark_text(align="left", dx=7, color=INK, fontSize=11)
     return alt.layer(
@@ -54,13 +54,13 @@ def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
 
 
 def table_map() -> Layers:
-    """Draws a row a table and a cell an interval: the colour and number are the rank that held the table, the strength
-    its share of the step; a stroke stands where it moved."""
+    """Draws one row per table and one cell per interval: colour and number give the rank, opacity the share of the
+    step; a line marks a move."""
     y = alt.Y("name:N", title=None, sort=None, axis=alt.Axis(ticks=False, domain=False))
     axis = alt.Axis(format=",d", tickCount=6, grid=False)
     x = alt.X("x0:Q", title="step", axis=axis, scale=alt.Scale(zero=False, nice=False))
     tips = [tip("name:N", "table"), tip("rank:O", "rank"), tip("steps:N", "steps"), tip("rows:Q", "rows", ",")]
-    tips += [tip("dim:Q", "dim"), tip("pooling:Q", "lookups a sample"), tip("share:Q", "% of the step", ".1f")]
+    tips += [tip("dim:Q", "dim"), tip("pooling:Q", "lookups per sample"), tip("share:Q", "% of the step", ".1f")]
     base = mark().transform_calculate(colour=f"datum.rank % {len(RANKS)}")
     cells = base.mark_rect().encode(
         x=x,
@@ -77,12 +77,12 @@ def table_map() -> Layers:
 
 
 def step_time(unit: str) -> Layers:
-    """Draws the sampled and the balanced step, with what lies between them; a ring around the chosen interval."""
+    """Draws the sampled and the balanced step with the band between them, and a ring on the selected interval."""
     x, tips = (
         step_axis(),
         [tip("label:N", unit), tip("step_ms:Q", "sampled step, ms"), tip("balanced_ms:Q", "balanced, ms")],
     )
-    y = alt.Y("step_ms:Q", title="ms a step", axis=alt.Axis(tickCount=5), scale=alt.Scale(zero=True))
+    y = alt.Y("step_ms:Q", title="ms per step", axis=alt.Axis(tickCount=5), scale=alt.Scale(zero=True))
     balanced = mark().mark_line(color=ORANGE, strokeDash=[5, 3])
     measured = mark().mark_line(color=BLUE, point=alt.OverlayMarkDef(filled=True, size=45, color=BLUE))
     return alt.layer(
@@ -104,7 +104,7 @@ def errors(unit: str) -> Layers:
 
 
 def metric(name: str, splits: list[str]) -> Layers:
-    """Draws one metric of train, validation and test data; a split that was evaluated once is a point."""
+    """Draws one metric by split; a split that was evaluated once is a point."""
     y = alt.Y("value:Q", title=name, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     colour = alt.Color("split:N", title=None, scale=palette(splits, [SPLITS[split][0] for split in splits]))
     dash = alt.StrokeDash("split:N", title=None, scale=palette(splits, [SPLITS[split][1] for split in splits]))

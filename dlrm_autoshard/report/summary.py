@@ -1,4 +1,4 @@
-"""A run in a few sentences: its verdict first, then what one asks next. The terminal opens with it.
+"""Summarizes a run in sentences, the verdict first. The terminal report opens with it.
 
 for sentence in summary(record): print(sentence)
 """
@@ -15,30 +15,30 @@ from dlrm_autoshard.report.verdict import bottom_line, verdict
 
 
 def summary(record: RunRecord) -> list[str]:
-    """Returns the run in sentences, the verdict first."""
+    """Returns a run's summary, the verdict first."""
     return [*filter(None, [bottom_line(record)]), *verdict(record), *details(record)]
 
 
 def details(record: RunRecord) -> list[str]:
-    """Returns the sentences that the verdict leaves out."""
+    """Returns the summary's sentences after the verdict."""
     sentences = []
     if record.intervals:
         sentences += [
             where_it_ran(record),
             *([f"{said_of(record.replicated)}."] if record.replicated else []),
             step_time(record, record.reported),
-            *who_was_slow(record),
-            *what_it_cost(record),
+            *earlier_stragglers(record),
+            *autoshard_overhead(record),
             *all_starved(record.reported),
         ]
         if record.reported.prediction_bias is not None:
             sentences.append(prediction(record.reported))
         if record.reported.samples and abs(record.reported.accounted - 1) > 0.03:
             sentences.append(
-                f"Stages and waits add up to {record.reported.accounted:.0%} of the step: read the stages with care."
+                f"Stages and waits add up to {record.reported.accounted:.0%} of the step, so stage times are inexact."
             )
     else:
-        sentences.append("Profiling was off (profile.enabled: false), so there are metrics but no costs.")
+        sentences.append("Profiling was off (profile.enabled: false), so there are metrics but no stage times.")
     quality = model_quality(record)
     if quality:
         sentences.append(quality)
@@ -67,13 +67,13 @@ def step_time(record: RunRecord, profile: IntervalProfile) -> str:
     if profile.samples == 0:
         return f"{took} {why_unsampled(profile)}"
     return (
-        f"{took} Sampled, with barriers and nothing overlapped, it took {profile.step_ms:.3g} ms "
+        f"{took} Sampled steps, which have barriers and overlap nothing, took {profile.step_ms:.3g} ms "
         f"({count(profile.samples, 'sampled step')})."
     )
 
 
 def balanced_ms(record: RunRecord, profile: IntervalProfile) -> float:
-    """The sampled step without what perfect balance would save."""
+    """Returns a sampled step's ms less what perfect balance would save."""
     balance = record.balance(profile)
     return profile.step_ms - (0.0 if balance is None else balance.gain * profile.mean_step_ms)
 
@@ -82,14 +82,13 @@ def why_unsampled(profile: IntervalProfile) -> str:
     """Says why an interval has no stages."""
     steps = profile.end_step - profile.first_step
     return (
-        f"None of these {steps:,} steps was sampled, so there are no stages to show: lower profile.warmup_steps (those "
-        "at the start of an epoch that are left out) or profile.every_steps."
+        f"None of these {steps:,} steps was sampled, so there are no stage times. Lower profile.warmup_steps (steps "
+        "skipped at the start of an epoch) or profile.every_steps."
     )
 
 
-def who_was_slow(record: RunRecord) -> list[str]:
-    """Stragglers of the intervals before the one that is told; neighbours with the same one and the same cause are
-    drawn together."""
+def earlier_stragglers(record: RunRecord) -> list[str]:
+    """Names the stragglers of intervals before the reported one; consecutive ones with the same cause are merged."""
     runs: list[tuple[str, list[IntervalProfile]]] = []
     for profile in record.intervals[: record.intervals.index(record.reported)]:
         straggler = profile.straggler
@@ -98,20 +97,21 @@ def who_was_slow(record: RunRecord) -> list[str]:
             runs[-1][1].append(profile)
         else:
             runs.append((who, [profile]))
-    said = [f"{who} in {record.span(profiles[0], profiles[-1])}" for who, profiles in runs if who]
-    shown = said if len(said) <= 5 else [*said[:4], f"{len(said) - 4} more times"]
-    return [f"Earlier the others were held up by {_listed(shown)}."] if said else []
+    parts = [f"{who} in {record.span(profiles[0], profiles[-1])}" for who, profiles in runs if who]
+    shown = parts if len(parts) <= 5 else [*parts[:4], f"{len(parts) - 4} more times"]
+    return [f"Earlier stragglers: {_listed(shown)}."] if parts else []
 
 
-def what_it_cost(record: RunRecord) -> list[str]:
-    """Resharding, and the start's plan; sampled steps, which are longer by their barriers, are left out."""
+def autoshard_overhead(record: RunRecord) -> list[str]:
+    """States the time spent on deciding, moving and start planning, but not the extra time of sampled steps."""
     if not record.decisions:
         return []
     deciding, moving = (sum(d.get(key) or 0.0 for d in record.decisions) for key in ("decide_seconds", "move_seconds"))
-    said = f"Deciding took {deciding:.1f} s and moving tables {moving:.1f} s"
-    if record.starts == 1 and {"planning", "total"} <= record.seconds.keys():  # else only the last start's are known
-        said += f", of {record.seconds['total']:,.0f} s; planning before that {record.seconds['planning']:.1f} s"
-    return [f"{said}."]
+    text = f"Of the run's time, deciding took {deciding:.1f} s and moving tables {moving:.1f} s"
+    if record.starts == 1 and {"planning", "total"} <= record.seconds.keys():  # a resumed run knows its last start only
+        text = f"Deciding took {deciding:.1f} s and moving tables {moving:.1f} s of {record.seconds['total']:,.0f} s"
+        text += f"; planning before the start took {record.seconds['planning']:.1f} s"
+    return [f"{text}."]
 
 
 def all_starved(profile: IntervalProfile) -> list[str]:
@@ -120,8 +120,8 @@ def all_starved(profile: IntervalProfile) -> list[str]:
     if not shares or max(shares) >= STARVED_BELOW:
         return []
     return [
-        f"Every rank had its core for at most {max(shares):.0%} of the time: more processes than cores, so all "
-        "times here are longer than they need be, and noisy."
+        f"Every rank got at most {max(shares):.0%} of its CPU core: more processes than cores are running, so all "
+        "times are inflated and noisy."
     ]
 
 
@@ -129,14 +129,12 @@ def prediction(profile: IntervalProfile) -> str:
     """Says how far off the cost model was."""
     error = profile.prediction_bias or 0.0
     if abs(error) < 0.005:
-        return "The cost model's prediction of this plan was right within half a percent."
-    return (
-        f"The cost model had expected this plan to cost {abs(error):.1%} {'more' if error > 0 else 'less'} than it did."
-    )
+        return "The cost model predicted this plan's cost within 0.5%."
+    return f"The cost model's prediction for this plan was {abs(error):.1%} too {'high' if error > 0 else 'low'}."
 
 
 def model_quality(record: RunRecord) -> str | None:
-    """Says the last evaluation's metrics; None where there was none."""
+    """States the last evaluation's metrics; None without one."""
     found = record.final_metrics()
     if found is None:
         return None
@@ -147,32 +145,32 @@ def model_quality(record: RunRecord) -> str | None:
 
 
 def made_with(record: RunRecord) -> str:
-    """'Started 2026-01-31 12:00 UTC on node0 (16 cores), with Python 3.11.7, torch 2.13.0 and fbgemm-gpu-cpu 1.8.0.'"""
+    """Returns 'Started 2026-01-31 12:00 UTC on node0 (16 cores), with Python 3.11.7 and torch 2.13.0.'"""
     known = record.environment
     python = f"Python {known.get('python', '?')}"
     versions = [f"{name} {version}" for name, version in known.get("versions", {}).items()]
-    started = str(known.get("started", "at a time unknown"))[:16].replace("T", " ")
+    started = str(known.get("started", "at an unknown time"))[:16].replace("T", " ")
     again = f"Continued {_times(record.starts - 1)}, last" if record.starts > 1 else "Started"
     return (
-        f"{again} {started} UTC on {known.get('host', 'a machine unknown')} ({known.get('cores', '?')} cores), with "
+        f"{again} {started} UTC on {known.get('host', 'an unknown machine')} ({known.get('cores', '?')} cores), with "
         f"{_listed([python, *versions])}."
     )
 
 
 def compute_imbalance(profile: IntervalProfile) -> float:
-    """max / mean of the ranks' embedding compute, forward and backward."""
+    """Returns max / mean over ranks of embedding compute, forward and backward."""
     return imbalance(
         [f + b for f, b in zip(profile.stage_ms["fwd_compute"], profile.stage_ms["bwd_compute"], strict=True)]
     )
 
 
 def comms_imbalance(profile: IntervalProfile) -> float:
-    """max / mean of the ranks' exchanges, forward and backward."""
+    """Returns max / mean over ranks of the exchanges, forward and backward."""
     return imbalance([f + b for f, b in zip(profile.stage_ms["fwd_comms"], profile.stage_ms["bwd_comms"], strict=True)])
 
 
 def total_wait_ms(profile: IntervalProfile) -> list[float]:
-    """Returns each rank's waits together."""
+    """Returns the sum of each rank's waits."""
     return [sum(waits[rank] for waits in profile.wait_ms.values()) for rank in range(profile.world_size)]
 
 

@@ -1,9 +1,9 @@
-"""A run's costs as tables that fit 80 columns and are read in a minute.
+"""Prints a run's report as tables that fit 80 columns.
 
     print_report(Console(), RunRecord.load(run_dir))
     print_comparison(Console(), one, other)
 
-Order: what matters in sentences, the last interval by stage, by rank and by prediction, then all of the run's.
+Order: summary; the last interval by stage, rank, table and prediction; all intervals and decisions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dlrm_autoshard.report.summary import balanced_ms, compute_imbalance, summar
 
 _CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}
 MOST_ROWS = 8
-"""Ranks and tables shown; the rest is counted. All of them are in --json, --csv and the HTML report."""
+"""Ranks and tables shown. All are in --json, --csv and the HTML report."""
 
 
 def print_report(console: Console, record: RunRecord) -> None:
-    """Prints a run's verdict and tables."""
+    """Prints a run's summary and tables."""
     console.print(Text(f"Run {record.name}", style="bold"))
     for sentence in summary(record):
         console.print(_bullet(sentence))
@@ -47,8 +47,8 @@ def print_report(console: Console, record: RunRecord) -> None:
 
 
 def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None:
-    """Last intervals side by side, then each run in its own sentences."""
-    table = _table("Side by side: last interval of each", "", one.name, other.name, "change", left=[""])
+    """Prints both runs' last intervals and plans side by side, then each run's summary."""
+    table = _table("Last intervals side by side", "", one.name, other.name, "change", left=[""])
     for row in side_by_side(one, other):
         table.add_row(*row)
     console.print(table)
@@ -56,11 +56,11 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
         console.print(_bullet(warning))
     moved = [row for row in plans_side_by_side(one, other) if row[1] != row[2]]
     if moved:
-        plans = _table("Tables that lie elsewhere, costliest first", "table", one.name, other.name, left=["table"])
+        plans = _table("Tables placed differently, costliest first", "table", one.name, other.name, left=["table"])
         for placed in moved[:MOST_ROWS]:
             plans.add_row(*placed)
         if len(moved) > MOST_ROWS:
-            plans.caption = f"and {len(moved) - MOST_ROWS} more; all in the page (--html)"
+            plans.caption = f"and {len(moved) - MOST_ROWS} more; --html shows all"
         console.print(plans)
     for record in (one, other):
         console.print(Text(f"Run {record.name}", style="bold"))
@@ -117,7 +117,7 @@ def _ranks(profile: IntervalProfile, when: str) -> Table:
 
 def _tables(profile: IntervalProfile) -> Table:
     table = _table(
-        "Costliest tables (ms a step, estimated from lookups and dims)",
+        "Costliest tables (ms per step, estimated from lookups and dims)",
         "table", "rank", "cost", "rows", "dim", "ids/sample", "reuse", left=["table"],
     )  # fmt: skip
     costs = table_costs_ms(profile)
@@ -129,12 +129,12 @@ def _tables(profile: IntervalProfile) -> Table:
         )  # fmt: skip
     rest = order[MOST_ROWS:]
     if rest:
-        table.caption = f"and {len(rest)} cheaper tables, {sum(costs[use.name] for use in rest):.2f} ms together"
+        table.caption = f"and {len(rest)} cheaper tables, {sum(costs[use.name] for use in rest):.2f} ms in total"
     return table
 
 
 def _predictions(profile: IntervalProfile, when: str) -> Table:
-    """Shows each stage's slowest rank as predicted and as measured: their sums are the cost of a step."""
+    """Shows predicted and measured time of each stage's slowest rank; the last row is their sum."""
     predicted, measured = profile.predicted or (), profile.measured
     table = _table(f"Predicted, {when} (ms)", "stage", "predicted", "measured", "error", left=["stage"])
     rows = [(s, max(c.stage(s) for c in predicted), max(c.stage(s) for c in measured)) for s in PLANNED_STAGES]
@@ -168,13 +168,13 @@ def _epochs(record: RunRecord) -> Table:
             "-" if error is None else f"{error:+.1%}", *quality,
         )  # fmt: skip
     for column in table.columns[1:]:
-        column.no_wrap = True  # what must be narrower is the epoch, with its steps
+        column.no_wrap = True  # only the epoch column may wrap
     skipped = len(record.intervals) - len(shown)
     table.caption = (
-        "step: mean of all, ms. sampled: with nothing overlapped. even: that, at perfect balance. uneven: max / mean "
-        "of embedding compute. slowest: the rank that held the others up. pred.: predicted step cost over the measured."
+        "step: mean ms of all steps. sampled: ms of sampled steps. even: sampled at perfect balance. uneven: max / "
+        "mean of embedding compute. slowest: straggler and cause. pred.: error of the predicted step cost."
         + (f" auc, loss: on {'test' if found[0] == 'test' else 'validation'} data." if found else "")
-        + (f" {skipped} earlier epochs are not shown." if skipped else "")
+        + (f" {skipped} earlier {record.unit}s are not shown." if skipped else "")
     )
     return table
 
@@ -191,7 +191,7 @@ def _decisions(record: RunRecord) -> Table:
 
 
 def _table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
-    """left: the columns of words; the others are of numbers, and end at the right."""
+    """Returns an empty table. left: columns aligned to the left; the others hold numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
