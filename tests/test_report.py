@@ -58,7 +58,7 @@ def test_a_rank_whose_core_is_shared_is_starved_and_its_tables_are_not_blamed() 
     straggler = make_profile(work=(1, 1, 1), cpu_share=(0.99, 0.5, 0.98)).straggler
     assert straggler is not None
     assert (straggler.rank, straggler.cause, straggler.tables) == (1, "starved of CPU", ())
-    assert "50% of the time" in straggler.sentence
+    assert "got only 50% of its CPU core" in straggler.sentence
 
 
 def test_a_rank_with_too_much_work_and_a_slightly_shared_core_is_overloaded() -> None:
