@@ -83,7 +83,7 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class Worth:
-    """What a move saved.
+    """Gain of a move.
 
     gain: fraction of a step, negative if steps became slower; low, high: its 90% interval. incomparable: why the steps
     cannot be compared, or "". disagrees: how the gain contradicts its prediction, or "".
