@@ -22,16 +22,17 @@ Sum = Callable[[Tensor], Pending]
 
 def sums_over(group: dist.ProcessGroup, device: torch.device, *, shared_memory: bool) -> Sum:
     """Returns what sums over the group's ranks, the same on all of them, to the bit."""
-    if dist.get_world_size(group) == 1:
-        return lambda values: Pending(None, values)
-    if shared_memory and device.type == "cpu":
-        link = connect(group)
-        if link is not None:
-            return lambda values: Pending(link.all_reduce(values), values)
-        by_host = SumsByHost.where_possible(group)
-        if by_host is not None:
-            return by_host
-    return in_one_ring(group)
+    if dist.get_world_size(group) == 1 or not shared_memory or device.type != "cpu":
+        return sums_by(group, None)
+    link = connect(group)
+    return sums_by(group, link) if link is not None else SumsByHost.where_possible(group) or in_one_ring(group)
+
+
+def sums_by(group: dist.ProcessGroup, link: SharedMemory | None) -> Sum:
+    """Returns what sums through shared memory where there is a link, which nothing else sums by, else by the group."""
+    if link is not None:
+        return lambda values: Pending(link.all_reduce(values), values)
+    return in_one_ring(group) if dist.get_world_size(group) > 1 else lambda values: Pending(None, values)
 
 
 def in_one_ring(group: dist.ProcessGroup) -> Sum:

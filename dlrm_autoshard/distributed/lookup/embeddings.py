@@ -20,16 +20,16 @@ from dlrm_autoshard.config import ExchangeDtypes, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.device import SideStreams
-from dlrm_autoshard.distributed.lookup.clipping import Clipping
+from dlrm_autoshard.distributed.lookup.columns import Clipping, Means
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.link_speed import SLOW_FOR_IDS, mb_per_s
-from dlrm_autoshard.distributed.lookup.means import Means
-from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
+from dlrm_autoshard.distributed.lookup.replicas import Replicas
 from dlrm_autoshard.distributed.lookup.sequences import RowsOnce, SequencePlan
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.wire import Wire
+from dlrm_autoshard.distributed.sums import sums_by
 from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import faster_on_all
 from dlrm_autoshard.distributed.tables.storage import Storage
@@ -83,8 +83,8 @@ class ShardedEmbeddings:
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.replicas: Replicas | None = None
         if replicated:
-            reduce = Reduce(group, self._link)
-            self.replicas = Replicas(self.features, replicated, config.optimizer, device, reduce, self.streams, seed)
+            sums = sums_by(group, self._link)
+            self.replicas = Replicas(self.features, replicated, config.optimizer, device, sums, self.streams, seed)
         self._replicated = frozenset(replicated)
         self.clipping = Clipping.where_needed(self.features, config.optimizer, device)
         self.adopt(plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
-from dlrm_autoshard.distributed.lookup.id_messages import send_ids, table_major, unpacked
+from dlrm_autoshard.distributed.lookup.id_messages import send_ids, table_major
 from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, all_pack, note_of
 
 # Axes: T tables, B samples a rank, W ranks, N ids.
@@ -78,10 +78,7 @@ class IdDistribution:
             if self._values_pending is None:
                 self.send_values()
             assert self._values_pending is not None
-            values = self._values_pending.wait()
-            if self._packing is not None:
-                values = unpacked(e, values, self._arriving, self._packing, self._values.dtype)
-            values = table_major(e, values, self._arriving)
+            values = table_major(e, self._values_pending.wait(), self._arriving, self._packing, self._values.dtype)
             if self._weights_pending is not None:
                 weights = table_major(e, self._weights_pending.wait(), self._arriving)
             lengths = self._received_lengths.transpose(0, 1)

@@ -1,7 +1,7 @@
 """How ids lie on their way to their tables' owners.
 
 pending = send_ids(exchange, "values", values_N, counts, arriving, packing)      # packing: in few bytes
-values_N = table_major(exchange, pending.wait(), arriving)
+values_N = table_major(exchange, pending.wait(), arriving, packing, torch.int32)
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ def send_ids(
     )
 
 
-def unpacked(
-    exchange: Exchange, packed: Tensor, arriving: Sequence[Sequence[int]], packing: IdPacking, dtype: torch.dtype
+def table_major(
+    exchange: Exchange,
+    arrived: Tensor,
+    arriving: Sequence[Sequence[int]],
+    packing: IdPacking | None = None,
+    dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Rank-major, as `send_ids` would bring them without packing."""
-    first, end = exchange.table_ranges[exchange.rank]
-    features = exchange.owners_order[first:end] * exchange.world_size
-    return packing.unpack(packed, features, [count for each in arriving for count in each], dtype)
-
-
-def table_major(exchange: Exchange, arrived_N: Tensor, arriving: Sequence[Sequence[int]]) -> Tensor:
-    """From rank-major, as it arrived."""
-    tables = exchange.num_local
-    if not tables:
-        return arrived_N
-    parts = arrived_N.split([count for each in arriving for count in each])
-    return torch.cat([part for table in range(tables) for part in parts[table::tables]])
+    """Returns each lookup's ids in turn, from what `send_ids` brought, rank by rank. dtype: of the ids."""
+    lookups, counts = exchange.num_local, [count for each in arriving for count in each]
+    if packing is not None:
+        first, end = exchange.table_ranges[exchange.rank]
+        features = exchange.owners_order[first:end] * exchange.world_size
+        arrived = packing.unpack(arrived, features, counts, dtype)
+    parts = arrived.split(counts)
+    return torch.cat([part for lookup in range(lookups) for part in parts[lookup::lookups]]) if lookups else arrived

@@ -13,7 +13,6 @@ from itertools import groupby
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
@@ -21,7 +20,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.lookup.exchange import Pending
-from dlrm_autoshard.distributed.lookup.shared_memory import SharedMemory
+from dlrm_autoshard.distributed.sums import Sum
 from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.tables import TableConfig, output_order
 
@@ -44,22 +43,6 @@ class _Feature:
         return flat[self.elements].view(-1, self.dim)
 
 
-@dataclass(frozen=True)
-class Reduce:
-    """Starts sums over ranks in place: through shared memory where there is a link, which nothing else sums by."""
-
-    group: dist.ProcessGroup
-    link: SharedMemory | None
-
-    def __call__(self, values: Tensor) -> Pending:
-        if self.link is not None:
-            return Pending(self.link.all_reduce(values), values)
-        if dist.get_world_size(self.group) == 1:
-            return Pending(None, values)
-        work = dist.all_reduce(values, group=self.group, async_op=True)
-        return Pending(work.wait, values)
-
-
 class Replicas:
     """The copies of this rank. `gradient` is flat and dense, so that it can travel with the dense part's.
 
@@ -72,11 +55,11 @@ class Replicas:
         names: Collection[str],
         optimizer: TableOptimizerConfig,
         device: torch.device,
-        reduce: Reduce,
+        start_sum: Sum,
         streams: SideStreams | None = None,
         seed: int = 0,
     ) -> None:
-        """features: of the whole model; names: of the replicated tables among its tables. reduce: sums gradients,
+        """features: of the whole model; names: of the replicated tables among its tables. start_sum: of gradients,
         unless `join` has them travel with others."""
         self.optimizer, self.learning_rate, self._device, self._streams = optimizer, optimizer.lr, device, streams
         self.tables = tuple(
@@ -96,7 +79,7 @@ class Replicas:
         self.outstanding: WeakSet[ReplicaLookup] = WeakSet()
         self.joined = False
         self._before, self._after = self._finish_other, self._start_alone
-        self._reduce = reduce
+        self._start_sum = start_sum
         self._sum: Pending | None = None  # on its way
         self._added = False
         for table in self.tables:
@@ -168,7 +151,7 @@ class Replicas:
     def _start_alone(self) -> None:
         """Sums the gradients over ranks, unless another lookup's are still to come."""
         if not self.outstanding:
-            self._sum = self._reduce(self.gradient)
+            self._sum = self._start_sum(self.gradient)
 
     def finish_alone(self) -> None:
         """Updates the copies, where nobody was joined who does."""

@@ -294,6 +294,6 @@ class Lost:
 
 
 def shared_pooling(tables: Sequence[TableConfig]) -> Pooling:
-    """Pooling of a lookup in all of them: where some sum and others average, it sums (lookup/means.py)."""
+    """Pooling of a lookup in all of them: where some sum and others average, it sums (lookup/columns.py)."""
     poolings = {table.pooling for table in tables}
     return poolings.pop() if len(poolings) == 1 else "sum"
