@@ -39,6 +39,7 @@ class Job:
     """phases: of each, its number of ranks, its plans, from one to the next of which it moves after STEPS, and the
     tables that every rank has a copy of. A phase goes on from a checkpoint of the one before it. batch: samples over
     all ranks. table_of: each feature's. sequences: numbers of features that are not pooled. over_tcp: no shared memory.
+    dedup: tables whose pooled features send each id once.
     """
 
     tables: tuple[TableConfig, ...]
@@ -50,6 +51,7 @@ class Job:
     table_of: tuple[int, ...]
     sequences: tuple[int, ...]
     over_tcp: bool
+    dedup: tuple[str, ...] = ()
 
     @staticmethod
     def drawn(seed: int, most_ranks: int) -> Job:
@@ -79,10 +81,13 @@ class Job:
             placed = [table for table in tables if table.name not in copied]
             plans = tuple(_plan(draw, placed, ranks, optimizer, in_order) for _ in range(draw.integers(1, 4)))
             phases.append((ranks, plans, copied))
+        once = np.random.default_rng([seed, 2])
+        dedup = tuple(table.name for table in tables if once.integers(2))
         samples = int(draw.integers(1, 7)) * 6  # divides by 1, 2 and 3 ranks
+        most_ids = int(draw.integers(1, 9))
         return Job(
-            tables, optimizer, weighted, int(draw.integers(1, 9)), tuple(phases), samples, table_of, sequences,
-            seed % 3 == 0,
+            tables, optimizer, weighted, 1 if dedup and once.integers(2) else most_ids, tuple(phases), samples,
+            table_of, sequences, seed % 3 == 0, dedup,
         )  # fmt: skip
 
     def optimizer_of(self, table: int) -> TableOptimizerConfig:
@@ -194,6 +199,7 @@ def _difference(rank: int, job: Job, groups: dict[int, dist.ProcessGroup], folde
             bags = ShardedEmbeddingBags(
                 job.tables, optimizer=OPTIMIZERS[job.optimizer], plan=plans[0], group=groups[ranks], average=False,
                 features=features_of(job), replicate=copied, sequences=[names_of(job)[n] for n in job.sequences],
+                dedup=job.dedup,
             )  # fmt: skip
             if saved is not None:
                 read_tensors(saved, read_manifest(saved), _named(bags))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.replicas import KAGGLE_ROWS
 from dlrm_autoshard.benchmarks.slow_link import DEVICE, cannot_make_link, slow_link
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.config import ExchangeDtypes
@@ -43,6 +44,12 @@ WORKLOAD = Workload(
     top=(16, 1),
     num_batches=6,
 )
+KAGGLE = replace(
+    WORKLOAD,
+    rows=tuple(min(rows, 10**6) for rows in KAGGLE_ROWS),
+    pooling=(1.0,) * len(KAGGLE_ROWS),
+    batch_size=8192,
+)
 LARGE_MLPS = replace(WORKLOAD, bottom=(512, 256, 64), top=(512, 256, 1))
 
 
@@ -55,10 +62,14 @@ class Variant:
     packs_ids: bool | None = None  # None: by the measured link
     in_one_ring: bool = False
     workload: Workload = WORKLOAD
+    dedup: bool = False
 
-    def job(self, plan: ShardingPlan, rank: int, batches: list[Batch]) -> OurJob:
+    def job(self, rank: int, world_size: int, batches: list[Batch]) -> OurJob:
+        owners = {table.name: number % world_size for number, table in enumerate(self.workload.tables)}
+        plan = ShardingPlan(owners, world_size)
         dtypes = ExchangeDtypes.model_validate(self.dtypes)
-        job = OurJob(self.workload, plan, rank, batches, exchange_dtype=dtypes)
+        once = [table.name for table in self.workload.tables if self.dedup]
+        job = OurJob(self.workload, plan, rank, batches, exchange_dtype=dtypes, dedup=once)
         if self.packs_ids is False:
             job.embeddings.exchange.packing = None
         if self.in_one_ring:
@@ -67,12 +78,23 @@ class Variant:
 
 
 FP32, FP16, RING = "fp32, ids as int32", "fp16, ids as int32", "large MLPs, int8, dense gradients in one ring"
+KAGGLE_FP16, KAGGLE_INT8 = (f"Kaggle's rows, 2,048 samples a rank, {dtype}" for dtype in ("fp16", "int8"))
 VARIANTS = {
     FP32: Variant("fp32", {}, packs_ids=False),
     FP16: Variant("fp16", {FP32: None}, packs_ids=False),
     "fp16": Variant("fp16", {FP32: None, FP16: None}),
     "int8, gradients fp16": Variant({"vectors": "int8", "gradients": "fp16"}, {FP32: None, FP16: None}),
     "int8": Variant("int8", {FP32: ">= 2.0", FP16: ">= 1.3"}),
+    "fp16, each id once": Variant("fp16", {FP32: None, FP16: None, "int8": None}, dedup=True),
+    "int8, each id once": Variant("int8", {FP32: None, FP16: None, "int8": None}, dedup=True),
+    KAGGLE_FP16: Variant("fp16", {}, workload=KAGGLE),
+    KAGGLE_INT8: Variant("int8", {KAGGLE_FP16: None}, workload=KAGGLE),
+    f"{KAGGLE_FP16}, each id once": Variant(
+        "fp16", {KAGGLE_FP16: ">= 1.3", KAGGLE_INT8: ">= 1.15"}, workload=KAGGLE, dedup=True
+    ),
+    f"{KAGGLE_INT8}, each id once": Variant(
+        "int8", {KAGGLE_FP16: None, KAGGLE_INT8: None}, workload=KAGGLE, dedup=True
+    ),
     RING: Variant("int8", {}, in_one_ring=True, workload=LARGE_MLPS),
     "large MLPs, int8, dense gradients by host": Variant("int8", {RING: None}, workload=LARGE_MLPS),
 }
@@ -112,9 +134,9 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     """On each rank; bytes are its own host's."""
     keep_freed_memory()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    plan = ShardingPlan({table.name: i % world_size for i, table in enumerate(WORKLOAD.tables)}, world_size)
-    batches = WORKLOAD.batches(rank, world_size)
-    jobs = {name: variant.job(plan, rank, batches) for name, variant in VARIANTS.items()}
+    workloads = dict.fromkeys(variant.workload for variant in VARIANTS.values())
+    batches = {workload: workload.batches(rank, world_size) for workload in workloads}
+    jobs = {name: variant.job(rank, world_size, batches[variant.workload]) for name, variant in VARIANTS.items()}
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "bytes": []} for name in jobs}
     for number in range(rounds + 1):
         for name in jobs if number % 2 else reversed(jobs):

@@ -35,13 +35,13 @@ TITLE = "small tables on every rank, against each at its owner: the embedding pa
 ROUGH_TIME = "4 min"
 STEPS = 5  # of one, before it is the other's turn
 LARGEST = 100_000
-_ROWS = (
+KAGGLE_ROWS = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
 KAGGLE = Workload(
     "Kaggle",
-    tuple(min(rows, LARGEST) for rows in _ROWS),
+    tuple(min(rows, LARGEST) for rows in KAGGLE_ROWS),
     (1,) * 26,
     bottom=(64,),
     top=(64, 1),

@@ -170,10 +170,12 @@ class OurJob:
         location: Literal["device", "managed_caching"] = "device",
         graphs: bool = True,
         replicated: Sequence[str] = (),
+        dedup: Sequence[str] = (),
     ) -> None:
         """ranks: that train it, where not all do; the others must call `make_groups` meanwhile. On a GPU batches are in
         pinned memory. autocast: products of bf16. location: of the tables. graphs: on a GPU, of the dense part.
-        replicated: tables on every rank, which are not in the plan."""
+        replicated: tables on every rank, which are not in the plan.
+        dedup: tables that send each id once."""
         self.batches = batches
         group, id_group, control = make_groups(ranks)
         self.embeddings = ShardedEmbeddings(
@@ -187,6 +189,7 @@ class OurJob:
             shared_memory=shared_memory,
             exchange_dtype=exchange_dtype,
             replicated=replicated,
+            dedup=dedup,
         )
         self.clock = StageClock(device, control)
         self.bags = EmbeddingBags(self.embeddings, self.clock, average=False, overlap=overlap)

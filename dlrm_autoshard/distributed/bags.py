@@ -55,6 +55,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         batch_size: int | None = None,
         sequences: Sequence[str] = (),
         rows_once: bool | Literal["auto"] = "auto",
+        dedup: Sequence[str] = (),
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
         UserError, on every rank, where ranks are not given the same.
@@ -71,7 +72,8 @@ class ShardedEmbeddingBags(EmbeddingBags):
         those of a `DataParallelDense(..., replicas=bags.replicas)`, or else by themselves in the backward pass.
         sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id. rows_once: a row
         that a rank's batch has several times in a sequence travels once, its gradients summed before they travel;
-        "auto": where the first batch says that this is faster, for good (a saved state keeps it).
+        "auto": where the first batch says that this is faster, for good (a saved state keeps it). dedup: tables
+        whose pooled features send each id that a rank's batch has several times once, where bags have one id.
         """
         group = group_or_alone(group)
         runtime = runtime_of(group, device)
@@ -108,7 +110,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         dtypes = ExchangeDtypes.model_validate(exchange_dtype)
         own |= {"exchange_dtype": str(dtypes), "seed": seed, "average": average}
         own |= {"device": runtime.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
-        own |= {"sequences": ", ".join(found.sequences), "rows_once": rows_once}
+        own |= {"sequences": ", ".join(found.sequences), "rows_once": rows_once, "dedup": ", ".join(dedup)}
         agree(runtime, facts_of(tables, plan) | own)
         sharded = ShardedEmbeddings(
             found,
@@ -122,6 +124,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
             seed=seed,
             replicated=replicated,
             rows_once=None if rows_once == "auto" else rows_once,
+            dedup=dedup,
         )
         super().__init__(
             sharded,

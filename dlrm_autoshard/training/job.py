@@ -113,6 +113,7 @@ class Job:
             initial_values=self.resumed_from is None,
             replicated=self.replicated,
             rows_once=self.rows_once,
+            dedup=[] if config.tables.dedup == "none" else config.tables.dedup,
         )
         if runtime.device.type == "cpu" and (said := remark(config.train.exchange_dtype, self.embeddings.carried)):
             self.notes.append(said)

@@ -23,6 +23,7 @@ from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.lookup.columns import Clipping, Means
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
+from dlrm_autoshard.distributed.lookup.filled_bags import Dedup
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.link_speed import SLOW_FOR_IDS, mb_per_s
 from dlrm_autoshard.distributed.lookup.replicas import Replicas
@@ -62,10 +63,12 @@ class ShardedEmbeddings:
         streams: SideStreams | None = None,
         replicated: Collection[str] = (),
         rows_once: bool | None = False,
+        dedup: Collection[str] = (),
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
         checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. tables: with
-        what looks them up, where features share some. replicated: in no plan. rows_once: None: by the first batch."""
+        what looks them up, where features share some. replicated: in no plan. rows_once: None: by the first batch.
+        dedup: tables whose pooled features send each id once (filled_bags.py)."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
         self.config, self.rank, self.device = config, rank, device
@@ -73,6 +76,7 @@ class ShardedEmbeddings:
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.rows_once = RowsOnce(self.features, rows_once, id_group, in_memory=self._link is not None)
         self.carried = mb_per_s(id_group) if self._link is None and device.type == "cpu" else float("inf")
+        self.dedup = Dedup(self.features, dedup, group, device)
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         counts = self.features.counts

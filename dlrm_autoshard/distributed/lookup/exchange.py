@@ -126,24 +126,25 @@ class Exchange:
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         self.wires = self._vectors, self._gradients
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
-        self._chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *itertools.chain(*by_table))))
+        self.is_pooled = frozenset(pooled)
+        self.chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *itertools.chain(*by_table))))
         first_chunk = dict[tuple[str, int], int]()
         for own in owned:
             position = 0
             for shard, feature in own:
                 if feature in is_pooled:
                     first_chunk[shard.name, feature] = position
-                    position += shard.embedding_dim // self._chunk
+                    position += shard.embedding_dim // self.chunk
         starts = list(itertools.accumulate(self.dims, initial=0))
         ends = list(itertools.accumulate((self.features.features[i].embedding_dim for i in pooled), initial=0))
-        self._width = ends[-1] // self._chunk
+        self.width = ends[-1] // self.chunk
         where = list[tuple[int, int, int, int, int]]()
         for feature, first in zip(pooled, ends, strict=False):
             sums = Counter[int]()  # of each chunk of the output, the parts of rows so far, which are added up in turn
             for shard in by_table[table_of[feature]]:
-                owner, begins = rank_of[shard.name], (first + shard.columns[0]) // self._chunk
-                base, stride = starts[owner] // self._chunk, self.dims[owner] // self._chunk
-                for chunk in range(shard.embedding_dim // self._chunk):
+                owner, begins = rank_of[shard.name], (first + shard.columns[0]) // self.chunk
+                base, stride = starts[owner] // self.chunk, self.dims[owner] // self.chunk
+                for chunk in range(shard.embedding_dim // self.chunk):
                     column = first_chunk[shard.name, feature] + chunk
                     where.append((sums[begins + chunk], base, stride, column, begins + chunk))
                     sums[begins + chunk] += 1
@@ -151,6 +152,11 @@ class Exchange:
         self._sums = [len(list(same)) for _, same in itertools.groupby(turn for turn, *_ in where)]
         """Chunks of the output that are a sum of at least one part of rows, two, ..."""
         columns = [column for *_, column, _ in where]
+        self.columns_to_places = [
+            (torch.tensor([base + column for _, base, _, column, _ in own]), torch.tensor([place for *_, place in own]))
+            for own in ([*same] for _, same in itertools.groupby(where, key=lambda chunk: chunk[0]))
+        ]
+        """Chunks of all owners' columns, and where each lies in the output; after the first, where each is added."""
         self._as_looked_up = self.world_size == 1 and len(self._sums) < 2 and columns == sorted(columns)
         """One rank's lookup gives the output as it is."""
         self._where = torch.tensor([chunk[1:] for chunk in where], dtype=torch.int64, device=self.device).view(-1, 4).T
@@ -177,13 +183,13 @@ class Exchange:
         """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything.
         into: memory for it."""
         if not self.total_dim:  # sequences travel, and nothing that is pooled
-            return with_margin(arrived.new_empty(len(arrived), self._width * self._chunk), margin, into)
+            return with_margin(arrived.new_empty(len(arrived), self.width * self.chunk), margin, into)
         if self._as_looked_up:
             return with_margin(arrived, margin, into) if any(margin) or into is not None else arrived
-        if self._ends_inside_a_chunk(margin):
+        if self.ends_inside_a_chunk(margin):
             return with_margin(self.in_output_order(arrived), margin, into)
         wire = self._vectors
-        batch_size, chunk = arrived.numel() // wire.size(self.total_dim), wire.size(self._chunk)
+        batch_size, chunk = arrived.numel() // wire.size(self.total_dim), wire.size(self.chunk)
         layout = self._layout(batch_size, margin)
         index = layout.index
         if into is not None and into.dtype == arrived.dtype and not layout.more:
@@ -194,7 +200,7 @@ class Exchange:
         decoded = wire.decode(ordered).view(batch_size, -1)
         for places, sources in layout.more:
             part = wire.decode(arrived.view(-1, chunk).index_select(0, sources))
-            decoded.view(-1, self._chunk).index_add_(0, places, part.view(-1, self._chunk))
+            decoded.view(-1, self.chunk).index_add_(0, places, part.view(-1, self.chunk))
         return decoded if into is None else into.copy_(decoded)
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
@@ -203,10 +209,10 @@ class Exchange:
             return Pending(None, without_margin(gradient_BD, margin))
         if not self.total_dim:
             return Pending(None, gradient_BD[:, :0])
-        if self._ends_inside_a_chunk(margin):
+        if self.ends_inside_a_chunk(margin):
             gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
         batch_size, wire = gradient_BD.shape[0], self._gradients
-        chunks = wire.encode(gradient_BD, shares=batch_size * self.world_size).view(-1, wire.size(self._chunk))
+        chunks = wire.encode(gradient_BD, shares=batch_size * self.world_size).view(-1, wire.size(self.chunk))
         own, each = self._splits(wire, batch_size)
         rows = self._layout(batch_size, margin).rows
         if self.world_size == 1:
@@ -231,9 +237,9 @@ class Exchange:
         samples = arrived.numel() // self._gradients.size(self.local_dim)
         return self._gradients.decode(arrived, shares=samples).view(samples, -1)
 
-    def _ends_inside_a_chunk(self, margin: Margin) -> bool:
+    def ends_inside_a_chunk(self, margin: Margin) -> bool:
         """Whether a margin ends inside a chunk, so that chunks cannot be put around it."""
-        return any(columns % self._chunk for columns in margin)
+        return any(columns % self.chunk for columns in margin)
 
     def send_lengths(self, lengths: Tensor, batch_size: int, note: Tensor | None = None) -> Pending:
         """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]. note: to every rank before
@@ -271,10 +277,10 @@ class Exchange:
         key = (batch_size, margin)
         if key not in self._layouts:
             base, stride, column, places = self._where
-            before, after = (columns // self._chunk for columns in margin)
+            before, after = (columns // self.chunk for columns in margin)
             rows = torch.arange(batch_size, device=self.device)[:, None]
             source = base * batch_size + rows * stride + column
-            width = before + self._width + after
+            width = before + self.width + after
             index = torch.zeros(batch_size, width, dtype=torch.int64, device=self.device)
             at = rows * width + before + places
             turns = list(zip(at.split(self._sums, 1), source.split(self._sums, 1), strict=True)) if self._sums else []
@@ -284,7 +290,7 @@ class Exchange:
             inverse[source] = at
             if len(self._layouts) > 4:
                 self._layouts.clear()
-            splits = [batch_size * dim // self._chunk for dim in self.dims]
+            splits = [batch_size * dim // self.chunk for dim in self.dims]
             more = [(first.reshape(-1), taken.reshape(-1)) for first, taken in turns[1:]]
             self._layouts[key] = _Layout(index.view(-1), list(inverse.split(splits)), more)
         return self._layouts[key]

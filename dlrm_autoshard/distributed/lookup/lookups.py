@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.exchange import Margin, Pending, with_margin, without_margin
+from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending, with_margin, without_margin
+from dlrm_autoshard.distributed.lookup.filled_bags import FilledBags
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.sequences import NoSequences
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -35,7 +36,8 @@ class SentIds:
     """A batch's ids on their way to the tables' owners, or there. Those that reached former owners are sent again."""
 
     def __init__(self, batch: Batch, embeddings: ShardedEmbeddings) -> None:
-        self.batch, self.embeddings, self.asked = batch, embeddings, embeddings.rows_once.asked(batch)
+        self.batch, self.embeddings = batch, embeddings
+        self.asked = embeddings.dedup.asked(embeddings.rows_once.asked(batch))
         self.looked_up: Callable[[], None] | None = None
         """Called once, when vectors are on their way, and there is time for something else."""
         self._on_the_way: IdDistribution | DeviceIdDistribution | None = None
@@ -176,13 +178,13 @@ class EmbeddingBags(nn.Module):
     def _looked_up(self, sent: SentIds) -> Lookup:
         sharded, clock, training = self.sharded, self.clock, self.trains
         ids = self.ids(sent, timed=training)
-        sequences = sharded.sequences.of(ids, sent.asked)
+        rows = sharded.sequences.of(ids, sent.asked), sharded.dedup.exchange_of(sharded.exchange, ids, sent.asked)
         for listener in self._heard if training else ():
             listener(ids, ids.batch_size)
         with clock.stage("fwd_compute") if training else nullcontext():
-            local = [sharded.lookup(ids, training=training), *sequences.look_up(sharded.storage)]
+            local = [sharded.lookup(ids, training=training), *rows[0].look_up(sharded.storage)]
         if not training:
-            return Lookup(_Halves(self, sent.batch, sequences, training=False), [own.detach() for own in local])
+            return Lookup(_Halves(self, sent.batch, *rows, training=False), [own.detach() for own in local])
         first = next((vectors.grad_fn for vectors in local if vectors.grad_fn is not None), None)
         if first is None:  # of no tables; else the node that was made first is the last that autograd takes
             local[0].register_post_accumulate_grad_hook(lambda _: self._updated())
@@ -190,7 +192,7 @@ class EmbeddingBags(nn.Module):
             first.register_hook(lambda *_: self._updated())
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            return Lookup(_Halves(self, sent.batch, sequences, training=True), local)
+            return Lookup(_Halves(self, sent.batch, *rows, training=True), local)
 
     def _updated(self) -> None:
         """The backward pass has updated the tables. It ends when ids that were sent ahead have arrived."""
@@ -301,8 +303,10 @@ class _Halves:
     updates the tables.
     """
 
-    def __init__(self, bags: EmbeddingBags, batch: Batch, rows: NoSequences, *, training: bool) -> None:
-        self.batch, self._bags, self._rows, self._training = batch, bags, rows, training
+    def __init__(
+        self, bags: EmbeddingBags, batch: Batch, rows: NoSequences, exchange: Exchange | FilledBags, *, training: bool
+    ) -> None:
+        self.batch, self._bags, self._rows, self._exchange, self._training = batch, bags, rows, exchange, training
         self._replicated = None if bags.replicas is None else bags.replicas.look_up(batch, training=training)
         self._plan = bags.sharded.plan
         self.vectors: Pending | None = None
@@ -325,7 +329,7 @@ class _Halves:
         self._over = True
 
     def send(self, pooled: Tensor, *local: Tensor) -> None:
-        pending = self._bags.sharded.exchange.send_pooled(self._rows.with_pooled(pooled, local))
+        pending = self._exchange.send_pooled(self._rows.with_pooled(pooled, local))
         self.vectors = self._rows.send(local, pending)
         if not self._bags.overlaps:
             self.vectors.wait()
@@ -339,7 +343,7 @@ class _Halves:
         inner = margin if columns is None else (0, 0)
         stage = self._bags.clock.stage if self._training else lambda _: nullcontext()
         with stage("fwd_comms"):
-            pooled_BD = sharded.exchange.in_output_order(vectors.wait(), inner, into if columns is None else None)
+            pooled_BD = self._exchange.in_output_order(vectors.wait(), inner, into if columns is None else None)
             if sharded.means is not None:
                 sharded.means.divide_(pooled_BD, self.batch.lengths_TB, inner)
             of_sequences = self._rows.values()
@@ -381,7 +385,7 @@ class _Halves:
                 copied = bags.average or sharded.clipping is not None
                 own = gradient_BD if copied else gradient_BD.clone()  # others may read what autograd gave
                 gradient_BD = sharded.means.divide_(own, self.batch.lengths_TB, margin)
-            pending = sharded.exchange.send_gradients(gradient_BD.contiguous(), margin)
+            pending = self._exchange.send_gradients(gradient_BD.contiguous(), margin)
             self._gradients = self._rows.send_gradients(of_sequences, pending)
             if not bags.overlaps:
                 self._gradients.wait()
@@ -395,7 +399,7 @@ class _Halves:
         del self._gradients
         clock.end()
         bags.send_values()
-        arrived = self._rows.as_gradients(bags.sharded.exchange.as_gradient(gradients.wait()))
+        arrived = self._rows.as_gradients(self._exchange.as_gradient(gradients.wait()))
         clock.begin("bwd_compute")
         return arrived
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.data.bags_once import SameBags
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.rows_once import SameRows, ids_and_different, rows_once
@@ -42,11 +43,13 @@ def travel_once(different: float, world_size: int, *, in_memory: bool) -> bool:
 
 @dataclass(frozen=True)
 class Asked:
-    """One rank's batch: as it was given, and as its ids are sent. same: of each sequence, where it sends each once."""
+    """One rank's batch: as it was given, and as its ids are sent. same: of each sequence, where it sends each once;
+    bags: of the pooled features, where it sends some once."""
 
     batch: Batch
     sent: Batch
     same: Sequence[SameRows] = ()
+    bags: SameBags | None = None
 
 
 class RowsOnce:

@@ -1,0 +1,143 @@
+"""One batch's pooled vectors between ranks where those of empty bags stay: of bags of one id that a rank's batch has
+several times, one is sent, and the rest are empty (data/bags_once.py).
+
+A rank knows which of its bags each owner has filled, for it sent the ids. It gives each sample its bag's vector, and
+adds the gradients of one bag's samples up, in the batch's order, before they travel to one fused update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_autoshard.data.bags_once import SameBags, bags_once
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.features import Features, near_to
+from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending, with_margin, without_margin
+from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.lookup.sequences import Asked
+from dlrm_autoshard.errors import UserError
+
+# Axes: B samples a rank, W ranks, L lookups of pooled features, K chunks of their columns, as wide as all shards allow.
+# Vectors travel by chunk of columns, then by bag.
+
+
+class Dedup:
+    """Sends the ids of these tables once each, where their features are pooled and the job has several ranks."""
+
+    def __init__(
+        self, features: Features, tables: Collection[str], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """UserError where there is no such table, or on a GPU."""
+        names = [table.name for table in features.tables]
+        for name in tables:
+            if name not in names:
+                raise UserError(f"dedup names table '{name}', which the model does not have.{near_to(name, names)}")
+        if tables and device.type != "cpu":
+            raise UserError("dedup sends each id once between CPU ranks (run.device: cpu). Leave it out on a GPU.")
+        found = [i for i in features.output_order() if names[features.table_of[i]] in tables]
+        self._features = found if dist.get_world_size(group) > 1 else []
+
+    def asked(self, asked: Asked) -> Asked:
+        """Returns one rank's batch with each id of these tables once."""
+        if not self._features:
+            return asked
+        sent, bags = bags_once(asked.sent, self._features)
+        return replace(asked, sent=sent, bags=bags)
+
+    @staticmethod
+    def exchange_of(exchange: Exchange, ids: LocalIds, asked: Asked) -> Exchange | FilledBags:
+        """Returns what brings one batch's pooled vectors to the ranks that asked, and their gradients back."""
+        return exchange if asked.bags is None else FilledBags(exchange, ids, asked.sent, asked.bags)
+
+
+class FilledBags:
+    """The exchange of one batch's vectors and their gradients, with `Exchange`'s methods."""
+
+    def __init__(self, exchange: Exchange, ids: LocalIds, sent: Batch, same: SameBags) -> None:
+        """ids: those of this rank's tables. sent: what this rank has asked for; same: how its samples are in it."""
+        self._exchange, self._size = exchange, ids.batch_size
+        world_size, chunk, size = exchange.world_size, exchange.chunk, ids.batch_size
+        of_rank = [[(s.embedding_dim // chunk, f) for s, f in own if f in exchange.is_pooled] for own in exchange.owned]
+        own = [number for number, (_, f) in enumerate(exchange.owned[exchange.rank]) if f in exchange.is_pooled]
+        local_widths = torch.tensor([width for width, _ in of_rank[exchange.rank]], dtype=torch.int64)
+        lengths_LWB = ids.offsets.diff().view(exchange.num_local, world_size, size)[own]
+        filled_WKB = (lengths_LWB > 0).transpose(0, 1).repeat_interleave(local_widths, 1)
+        self._leaving: list[int] = filled_WKB.sum((1, 2)).tolist()
+        """Chunks for each rank."""
+        rank, column, bag = filled_WKB.nonzero(as_tuple=True)
+        self._places = (rank * size + bag) * filled_WKB.shape[1] + column
+        """Of these among the chunks of [W * B, D_local]."""
+        is_pooled = [f in exchange.is_pooled for lookups in exchange.owned for _, f in lookups]
+        asked = [number for number, pooled in zip(exchange.owners_order, is_pooled, strict=True) if pooled]
+        widths = torch.tensor([width for lookups in of_rank for width, _ in lookups], dtype=torch.int64)
+        features = [f for lookups in of_rank for _, f in lookups]
+        features_K = torch.tensor(features, dtype=torch.int64).repeat_interleave(widths)
+        self._filled_KB = (exchange.row_ranges.split(sent).lengths_TB[asked] > 0).repeat_interleave(widths, 0)
+        chunks = [sum(width for width, _ in lookups) for lookups in of_rank]
+        self._arriving = [int(part.sum()) for part in self._filled_KB.split(chunks)]
+        """Chunks from each rank."""
+        self._bag_KB, self._order_KB = same.bag_FB[features_K], same.order_FB[features_K]
+        self._ordered_KB = same.ordered_FB[features_K]
+
+    def send_pooled(self, local: Tensor) -> Pending:
+        """local: [W * B, D_local] of this rank's tables."""
+        wire, chunks = self._exchange.wires[0], local.detach().reshape(-1, self._exchange.chunk)
+        size = wire.size(self._exchange.chunk)
+        return self._send(wire.encode(chunks.index_select(0, self._places)), size, self._arriving, self._leaving)
+
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
+        """[B, margin + D + margin] float32, as `Exchange.in_output_order` gives it; empty bags are zero."""
+        e = self._exchange
+        if e.ends_inside_a_chunk(margin):
+            return with_margin(self.in_output_order(arrived), margin, into)
+        vectors = e.wires[0].decode(arrived).view(-1, e.chunk)
+        nothing = len(vectors)
+        vectors = torch.cat([vectors, vectors.new_zeros(1, e.chunk)])
+        filled = self._filled_KB.view(-1)
+        numbers_KB = torch.where(filled, filled.cumsum(0) - 1, nothing).view_as(self._filled_KB)
+        sources_KB = numbers_KB.gather(1, self._bag_KB)
+        before, after = (columns // e.chunk for columns in margin)
+        index = torch.full((self._size, before + e.width + after), nothing, dtype=torch.int64)
+        for columns, places in e.columns_to_places[:1]:
+            index[:, before + places] = sources_KB[columns].T
+        output = vectors.index_select(0, index.view(-1)).view(self._size, -1, e.chunk)
+        for columns, places in e.columns_to_places[1:]:  # the parts of rows, in turn
+            output[:, before + places] += vectors[sources_KB[columns].T]
+        found = output.view(self._size, -1)
+        return found if into is None else into.copy_(found)
+
+    def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
+        """Gradients of the output, to the owners: one a filled bag."""
+        e = self._exchange
+        if e.ends_inside_a_chunk(margin):
+            gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
+        chunks, before = gradient_BD.reshape(-1, e.chunk), margin[0] // e.chunk
+        places_K = torch.zeros(len(self._filled_KB), dtype=torch.int64)
+        for columns, places in e.columns_to_places:
+            places_K[columns] = before + places
+        index_KB = self._order_KB * (gradient_BD.shape[1] // e.chunk) + places_K[:, None]
+        first_KB = torch.ones(index_KB.shape, dtype=torch.bool)
+        torch.ne(self._ordered_KB[:, 1:], self._ordered_KB[:, :-1], out=first_KB[:, 1:])
+        kept_KB = self._filled_KB.gather(1, self._ordered_KB)
+        starts = first_KB[kept_KB].nonzero().view(-1)
+        summed = torch.nn.functional.embedding_bag(index_KB[kept_KB], chunks, starts, mode="sum")
+        wire = e.wires[1]
+        sent = wire.encode(summed, shares=self._size * e.world_size)
+        return self._send(sent, wire.size(e.chunk), self._leaving, self._arriving)
+
+    def as_gradient(self, arrived: Tensor) -> Tensor:
+        """[W * B, D_local] float32, from what `send_gradients` brought; zero for empty bags."""
+        e, bags = self._exchange, self._size * self._exchange.world_size
+        found = e.wires[1].decode(arrived, shares=bags).view(-1, e.chunk)
+        chunks = found.new_zeros(bags * e.local_dim // e.chunk, e.chunk)
+        return chunks.index_copy_(0, self._places, found).view(bags, e.local_dim)
+
+    def _send(self, sent: Tensor, chunk: int, arriving: list[int], leaving: list[int]) -> Pending:
+        """chunk: elements of one on the wire."""
+        coming, going = ([chunk * count for count in counts] for counts in (arriving, leaving))
+        return self._exchange.all_to_all("vectors", self._exchange.empty(sent, sum(coming)), sent, coming, going)
