@@ -71,7 +71,7 @@ class FilledBags:
         """Chunks for each rank."""
         rank, column, bag = filled_WKB.nonzero(as_tuple=True)
         self._places = (rank * size + bag) * filled_WKB.shape[1] + column
-        """Of these among the chunks of [W * B, D_local]."""
+        """Their places among the chunks of [W * B, D_local]."""
         is_pooled = [f in exchange.is_pooled for lookups in exchange.owned for _, f in lookups]
         asked = [number for number, pooled in zip(exchange.owners_order, is_pooled, strict=True) if pooled]
         widths = torch.tensor([width for lookups in of_rank for width, _ in lookups], dtype=torch.int64)
