@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,12 @@ from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe import calibration
 from dlrm_autoshard.probe.calibration import (
     LEAST_SECONDS,
     MEASURING_SHARE,
+    MOST_ROUNDS,
+    PASSES,
     UNSEEN_MOMENTS,
     calibration_shards,
     expected_seconds,
@@ -374,20 +378,46 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
         assert alone[half] == pytest.approx(3 * ms(half), rel=0.1)
 
 
-def test_a_slow_moment_is_noise_and_no_table_of_its_own() -> None:
-    """The machine is twice as slow for half of the time; each moment's own steps agree with one another."""
+@pytest.mark.parametrize("slower", [1.0, 1.5, 2.0])
+def test_a_slow_moment_is_noise_for_which_all_is_measured_again(slower: float) -> None:
+    """The machine is slow for half of the time; each moment's own steps agree with one another."""
     pool, moments = synthetic_pool(8, seed=1, batch_size=256), np.random.default_rng(0)
+    times: Counter[tuple[str, ...]] = Counter()
 
     def measure(shards: Any) -> list[ShardTime]:
-        slow = float(moments.choice([1.0, 2.0]))
+        slow = float(moments.choice([1.0, slower]))
+        times.update(tuple(shard) for shard in shards)
         return [ShardTime(slow * len(shard), slow * len(shard), 0.01, 3) for shard in shards]
 
     planner = Planner("auto")
     task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
     start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure)
     noise = {len(sample.tables): sample.noise for sample in planner.costs.replay.shards}
-    assert noise.pop(1) > 0.1  # five moments of each table alone
-    assert min(noise.values()) > 0.3  # of each set, one
+    rounds = MOST_ROUNDS if slower > 1 else 1
+    assert all(count == rounds + (PASSES - 1 if len(shard) == 1 else 0) for shard, count in times.items())
+    alone = noise.pop(1)
+    if slower > 1:  # how far moments differ, divided by the root of how many were seen
+        assert min(noise.values()) > alone > 0.25 * (slower - 1) / (PASSES + MOST_ROUNDS) ** 0.5
+    else:
+        assert alone < 0.01 and max(noise.values()) <= 0.01
+
+
+def test_networks_that_other_tables_taught_say_nothing_once_each_table_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where one table was not, or a learned algorithm plans, they are trained on what was measured."""
+    pool = synthetic_pool(8, seed=1, batch_size=256)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
+
+    def networks_say(algorithm: str) -> bool:
+        planner, now = Planner(algorithm), ShardTime(1.0, 1.0, 0.01, 3)
+        start_costs(planner, task, fingerprint=MACHINE, measure_shards=lambda shards: [now] * len(shards))
+        assert {sample.tables for sample in planner.costs.replay.shards if len(sample.tables) == 1}
+        return any(net.parameters[-2].any() for net in planner.costs.cost_model.nets.values())
+
+    assert not networks_say("auto") and networks_say("dreamshard")
+    monkeypatch.setattr(calibration, "MOST_ALONE", 7)
+    assert networks_say("auto")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -23,6 +23,7 @@ from torch import nn
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, Workload
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.plan_format import to_sharding_plan, torchrec_plan
 
@@ -59,6 +60,53 @@ def embedding_bags(tables: Sequence[TableConfig]) -> Any:
     return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 
 
+def its_planner(
+    tables: Sequence[TableConfig],
+    pooling: Sequence[float],
+    batch_size: int,
+    *,
+    world_size: int,
+    device: str,
+    local_world_size: int | None = None,
+) -> Any:
+    """TorchRec's planner as it comes, for whole tables with fused kernels, told each table's mean pooling. batch_size:
+    a rank. local_world_size: ranks of a host; None for all."""
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ShardingType
+
+    return EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device),
+        batch_size=batch_size,
+        constraints={
+            table.name: ParameterConstraints(
+                sharding_types=[ShardingType.TABLE_WISE.value],
+                compute_kernels=["fused"],
+                pooling_factors=[float(mean)],
+            )
+            for table, mean in zip(tables, pooling, strict=True)
+        },
+    )
+
+
+def its_placement(task: PlacementTask) -> list[int]:
+    """Each table's rank by TorchRec's planner, on GPUs; needs no ranks."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    hosts = task.topology.hosts or (0,) * task.world_size
+    planner = its_planner(
+        task.tables,
+        [stat.mean_pooling for stat in task.stats],
+        task.batch_size // task.world_size,
+        world_size=task.world_size,
+        device="cuda",
+        local_world_size=hosts.count(0),
+    )
+    module = nn.ModuleDict({"tables": embedding_bags(task.tables)})
+    placed = planner.plan(module, [EmbeddingBagCollectionSharder()]).plan["tables"]
+    return [int(placed[name].ranks[0]) for name in task.names]
+
+
 def sharded(
     model: nn.Module,
     tables: Sequence[TableConfig],
@@ -77,27 +125,13 @@ def sharded(
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.planner.types import ParameterConstraints
-    from torchrec.distributed.types import ShardingType
 
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": TABLE_LR, "eps": 1e-8}
     sharder = EmbeddingBagCollectionSharder(
         fused_params=fused if check_ids else fused | {"bounds_check_mode": BoundsCheckMode.NONE}
     )
     if plan is None:
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=dist.get_world_size(), compute_device=device.type),
-            batch_size=batch_size,
-            constraints={
-                table.name: ParameterConstraints(
-                    sharding_types=[ShardingType.TABLE_WISE.value],
-                    compute_kernels=["fused"],
-                    pooling_factors=[float(mean)],
-                )
-                for table, mean in zip(tables, pooling, strict=True)
-            },
-        )
+        planner = its_planner(tables, pooling, batch_size, world_size=dist.get_world_size(), device=device.type)
         world = dist.group.WORLD
         assert world is not None
         its_plan = planner.collective_plan(model, [sharder], world)

@@ -19,6 +19,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import round_robin
+from dlrm_autoshard.planner.candidates import LEARNED
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.local_search import late
@@ -31,6 +32,9 @@ from dlrm_autoshard.tables import TableConfig, lookup_work
 
 MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
+MOST_ROUNDS, STEADY_SETS = 10, 0.06
+"""Times that a set is measured, at most, and noise of their mean that is small enough: where moments differ by more,
+tables and sets are measured again, as long as there is time."""
 MEASURING_SHARE = 0.15
 """Part of the budget that measuring tables alone may take, and as much again for fitting; the rest is for planning."""
 JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
@@ -93,7 +97,10 @@ def start_costs(
     A job whose tables were each measured on this hardware before, with its optimizer, starts from the log. Else a few
     dozen shards of its own tables are measured on the running ranks: tables alone, parts of those that may be split,
     and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise of all
-    that was measured only once.
+    that was measured only once; where it is large, all are measured more often.
+
+    Once each of the tables was measured by itself, `auto` costs them by prices and corrections alone: what other tables
+    taught the networks helps nobody then (README.md).
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint, task.splits.optimizer)
@@ -109,9 +116,8 @@ def start_costs(
     have = {frozenset(table.name for table in sample.tables) for sample in known}
     unknown = any(frozenset(shard) not in have for shard in wanted[0])
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
-        seconds = MEASURING_SHARE * budget_seconds
         alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
-        passes = _as_if_on_one_rank(_measured_in_passes(alone, sets, measure_shards, task.world_size, seconds))
+        passes = _measured(alone, sets, measure_shards, task.world_size, MEASURING_SHARE * budget_seconds)
         moments = _noise_of_moments(passes.values())
         for shard, seen in passes.items():
             one = median_time(seen)
@@ -124,8 +130,13 @@ def start_costs(
     shards = [*others[-MOST_FITTED:], *sets_known[-MOST_SETS:], *alone_known[-(MOST_ALONE + MOST_PARTS) :], *measured]
     learned: list[ShardSample | CommsSample] = [*shards, *exchanges[-MOST_EXCHANGES:]]
     if learned:
+        by_themselves = {sample.tables[0].name for sample in shards if len(sample.tables) == 1}
+        networks = planner.algorithm in LEARNED or not by_themselves.issuperset(task.names)
+        if not networks:
+            planner.costs.cost_model.prices_alone()
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
-        planner.costs.learn(learned, updates=150 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
+        updates = (150 if measured else 60) if networks else 0
+        planner.costs.learn(learned, updates=updates, budget_seconds=MEASURING_SHARE * budget_seconds)
     if log is not None:
         _say_left_out(log)
     return max(0.0, budget_seconds - (time.perf_counter() - begun))
@@ -194,26 +205,56 @@ def _parts_of_use(
             yield part
 
 
-def _measured_in_passes(
+def _measured(
     alone: Sequence[Sequence[str]],
     sets: Sequence[Sequence[str]],
     measure_shards: ShardTimer,
     world_size: int,
     seconds: float,
-) -> dict[tuple[str, ...], list[tuple[int, ShardTime]]]:
-    """Returns for each shard the ranks that measured it, and what they took. Tables alone are measured in several
-    passes, each by another rank than before, sets of them in one. A shard a rank at a time, all of one kind, for ranks
-    that measure at once wait for the slowest. Half of the time goes to each kind: a set takes as long as all its
-    tables, and tells less of each, so each table has its first turn before, if need be in twice the time: one that was
-    not measured is what a start knows least of."""
+) -> dict[tuple[str, ...], list[ShardTime]]:
+    """Returns what each shard took, as if all were measured on the fastest rank, in so many seconds. Tables alone are
+    measured in several passes, each by another rank than before, sets of them in one, and both once more in each
+    further round, of which there are as many as the noise of moments asks for."""
     deadline = time.perf_counter() + seconds
-    step = (len(alone) - 1) % world_size  # by so many tables each pass begins later: then each has the next rank
-    begins = [number * step % max(1, len(alone)) for number in range(PASSES)]
-    passes = [table for begin in begins for table in (*alone[begin:], *alone[:begin])]
-    queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
     found: dict[tuple[str, ...], list[tuple[int, ShardTime]]] = {}
+
+    def measure(passes: range) -> dict[tuple[str, ...], list[ShardTime]]:
+        tables = [shard for number in passes for shard in _turned(alone, number, world_size)]
+        more = _turned(sets, passes.start, world_size)
+        _deal(found, tables, more, len(alone), measure_shards, world_size, deadline - time.perf_counter())
+        return _as_if_on_one_rank(found)
+
+    times = measure(range(PASSES))
+    rounds = min(MOST_ROUNDS, round((_noise_of_moments(times.values()) / STEADY_SETS) ** 2))
+    for number in range(PASSES, PASSES + rounds - 1):
+        if not late(deadline):
+            times = measure(range(number, number + 1))
+    return times
+
+
+def _turned(shards: Sequence[Sequence[str]], number: int, world_size: int) -> list[Sequence[str]]:
+    """Shards in the order of a pass, in which each has the next rank."""
+    begin = number * ((len(shards) - 1) % world_size) % max(1, len(shards))
+    return [*shards[begin:], *shards[:begin]]
+
+
+def _deal(
+    found: dict[tuple[str, ...], list[tuple[int, ShardTime]]],
+    passes: Sequence[Sequence[str]],
+    sets: Sequence[Sequence[str]],
+    first: int,
+    measure_shards: ShardTimer,
+    world_size: int,
+    seconds: float,
+) -> None:
+    """Adds to what was found of each shard, with the rank that measured it. A shard a rank at a time, all of one kind,
+    for ranks that measure at once wait for the slowest. Half of the time goes to each kind: a set takes as long as all
+    its tables, and tells less of each, so each table has its first turn before, if need be in twice the time: one that
+    was not measured is what a start knows least of. passes: over tables alone, `first` of them in each."""
+    deadline = time.perf_counter() + seconds
+    queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
     while any(queues):
-        first_turns = len(queues[0]) > len(passes) - len(alone)
+        first_turns = len(queues[0]) > len(passes) - first
         if late(deadline + seconds if first_turns else deadline):
             break
         kinds = [0] if first_turns else [number for number, queue in enumerate(queues) if queue]
@@ -223,7 +264,6 @@ def _measured_in_passes(
         for rank, (shard, seen) in enumerate(zip(dealt, measure_shards(dealt), strict=True)):
             found.setdefault(tuple(shard), []).append((rank, seen))
         spent[kind] += time.perf_counter() - begun
-    return found
 
 
 def _as_if_on_one_rank(
@@ -255,10 +295,10 @@ def _as_if_on_one_rank(
 
 
 def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
-    """Interquartile range over median of the same shard at different moments, in the quadratic mean: where a neighbour
-    on the machine makes all steps of a moment slow, their own spread says nothing of it."""
+    """Interquartile range over median of the same shard at different moments, the median of all shards': where a
+    neighbour on the machine makes all steps of a moment slow, their own spread says nothing of it."""
     again = [spread_of_times(seen) for seen in passes if len(seen) > 1]
-    return float(np.mean(np.square(again)) ** 0.5) if again else UNSEEN_MOMENTS
+    return float(np.median(again)) if again else UNSEEN_MOMENTS
 
 
 def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> ShardSample:

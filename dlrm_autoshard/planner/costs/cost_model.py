@@ -94,6 +94,12 @@ class CostModel:
         self.prices_PS = np.array([PRIOR_NS[name] for name in WORK], dtype=np.float32)
         self.launch_S = np.array(LAUNCH_MS, dtype=np.float32)
 
+    def prices_alone(self) -> None:
+        """Has both networks say nothing, of any table and any set, until they are trained again."""
+        for net in self.nets.values():
+            for parameter in net.parameters[-2:]:
+                parameter[:] = 0
+
     def table_factors(self, features_RF: np.ndarray) -> np.ndarray:
         """[R, S]: what the table network makes of the priced work."""
         return np.exp(TABLE_BOUND * np.tanh(self.table_net(features_RF)[:, :2] / TABLE_BOUND))
