@@ -35,7 +35,7 @@ SPLIT_CELLS = ((20, 8), (50, 8))
 CELLS = ((20, 4), (50, 4), (100, 8))
 TARGETS = {(20, 4): ("<= 1.015", "<= 0.87"), (50, 4): ("<= 1.02", "<= 0.85"), (100, 8): ("<= 1.03", "<= 0.77")}
 LAW_CELLS = (*CELLS, (50, 8))
-"""Of which the last is for two hosts alone."""
+"""Sizes of tasks of each law, the last for two hosts alone."""
 LAW_FIGURES = {
     "over_near_optimum": "<= 1.02",
     "over_plain_rival": "<= 1.0",
