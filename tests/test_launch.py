@@ -133,7 +133,7 @@ def test_a_run_directory_that_is_renamed_meanwhile_is_made_again_as_one_that_can
         job.process.send_signal(signal.SIGTERM)
         assert job.ends_within(60) == 128 + signal.SIGTERM
         said = job.said()
-    assert said.count(f"'{run_dir}' was renamed or removed while this job writes to it.") == 1
+    assert said.count(f"'{run_dir}' was renamed or removed while this job was writing to it.") == 1
     last = steps_saved(run_dir)[-1]
     assert {"config.yaml", "environment.json", "job.json"} <= {path.name for path in run_dir.iterdir()}
     more = run([sys.executable, TRAIN, *settings, "--resume", f"train.max_steps={last + 5}"])

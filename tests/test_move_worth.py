@@ -51,7 +51,7 @@ def test_a_number_is_in_doubt_where_it_is_not_what_was_predicted_or_steps_do_not
     assert not worth_of(steps(10), steps(10), predicted=(0.2, 0.2)).doubt, "within both intervals"
     shared = worth_of(steps(15), steps(10, core=0.6), predicted=foreseen)
     assert shared.incomparable == "in the 16 sampled steps compared a rank got only 60% of its CPU core"
-    assert "2 before it and 8 after" in worth_of(steps(15, count=2), steps(10), predicted=foreseen).incomparable
+    assert "2 before the move and 8 after" in worth_of(steps(15, count=2), steps(10), predicted=foreseen).incomparable
 
 
 def test_steps_in_which_other_work_had_a_core_are_left_out_where_enough_are_left() -> None:
