@@ -167,7 +167,7 @@ class RunLog:
             self.journal.profile(record)
             self.metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
             self.line(
-                f"epoch {position.epochs_done}  step {position.step}  {record.throughput:,.0f} examples/s  "
+                f"epoch {position.epochs_done}  step {record.end_step}  {record.throughput:,.0f} examples/s  "
                 f"loss {float(self._job.dense.global_loss):.4f}"
             )
         decision = ended.decision
