@@ -117,10 +117,8 @@ class Controller:
         self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, when: Horizon
     ) -> Decision:
         """Searches, with what was learned from the interval, and decides."""
-        balance, error = (
-            self._balance(interval),
-            prediction_error(self.planner.predict(task, plan), interval.profile.ranks),
-        )
+        balance = self._balance(interval)
+        error = prediction_error(self.planner.predict(task, plan), interval.profile.ranks)
         base = replace(base, balance_gain=balance, error_after=error)
         if balance < when.min_gain:
             return replace(base, why=below_min_gain(balance, when))

@@ -100,7 +100,7 @@ def start_costs(
     that was measured only once; where it is large, all are measured more often.
 
     Once each of the tables was measured by itself, `auto` costs them by prices and corrections alone: what other tables
-    taught the networks helps nobody then (README.md).
+    taught the networks helps nobody then (planner/DERIVATIONS.md).
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint, task.splits.optimizer)

@@ -26,7 +26,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints, on_all_ranks
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.training.checkpoints.folder import step_of
 from dlrm_autoshard.training.checkpoints.manifest import (
     EXTRA,
@@ -121,7 +121,7 @@ class TrainingState:
     def resume(self, checkpoint: Path) -> Position:
         state, extra = self.load_weights(checkpoint)
         best = self.runtime.broadcast(self.checkpoints.best())
-        on_all_ranks(self.runtime, lambda: self._remember(checkpoint, state, extra, best))
+        self.runtime.on_all_ranks(lambda: self._remember(checkpoint, state, extra, best))
         return Position(state.epoch, state.sample, state.step)
 
     def _remember(self, checkpoint: Path, saved: SavedState, extra: Any, best: Path | None) -> None:

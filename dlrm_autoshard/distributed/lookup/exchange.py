@@ -118,7 +118,7 @@ class Exchange:
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
         """Order that turns arrivals rank by rank into each lookup's."""
-        is_pooled = set(pooled)
+        self.is_pooled = is_pooled = frozenset(pooled)
         self.dims = [sum(shard.embedding_dim for shard, f in own if f in is_pooled) for own in owned]
         self.total_dim = sum(self.dims)
         self.packing = IdPacking.of(self.row_ranges.tables) if self.packs_ids else None
@@ -126,7 +126,6 @@ class Exchange:
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         self.wires = self._vectors, self._gradients
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
-        self.is_pooled = frozenset(pooled)
         self.chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *itertools.chain(*by_table))))
         first_chunk = dict[tuple[str, int], int]()
         for own in owned:
@@ -149,17 +148,12 @@ class Exchange:
                     where.append((sums[begins + chunk], base, stride, column, begins + chunk))
                     sums[begins + chunk] += 1
         where.sort(key=lambda chunk: (chunk[0], chunk[-1]))
-        self._sums = [len(list(same)) for _, same in itertools.groupby(turn for turn, *_ in where)]
+        self.sums = [len(list(same)) for _, same in itertools.groupby(turn for turn, *_ in where)]
         """Chunks of the output that are a sum of at least one part of rows, two, ..."""
         columns = [column for *_, column, _ in where]
-        self.columns_to_places = [
-            (torch.tensor([base + column for _, base, _, column, _ in own]), torch.tensor([place for *_, place in own]))
-            for own in ([*same] for _, same in itertools.groupby(where, key=lambda chunk: chunk[0]))
-        ]
-        """Chunks of all owners' columns, and where each lies in the output; after the first, where each is added."""
-        self._as_looked_up = self.world_size == 1 and len(self._sums) < 2 and columns == sorted(columns)
+        self._as_looked_up = self.world_size == 1 and len(self.sums) < 2 and columns == sorted(columns)
         """One rank's lookup gives the output as it is."""
-        self._where = torch.tensor([chunk[1:] for chunk in where], dtype=torch.int64, device=self.device).view(-1, 4).T
+        self.where = torch.tensor([chunk[1:] for chunk in where], dtype=torch.int64, device=self.device).view(-1, 4).T
 
     @property
     def local_dim(self) -> int:
@@ -276,14 +270,14 @@ class Exchange:
         """Two batch sizes occur in a run, so both are kept."""
         key = (batch_size, margin)
         if key not in self._layouts:
-            base, stride, column, places = self._where
+            base, stride, column, places = self.where
             before, after = (columns // self.chunk for columns in margin)
             rows = torch.arange(batch_size, device=self.device)[:, None]
             source = base * batch_size + rows * stride + column
             width = before + self.width + after
             index = torch.zeros(batch_size, width, dtype=torch.int64, device=self.device)
             at = rows * width + before + places
-            turns = list(zip(at.split(self._sums, 1), source.split(self._sums, 1), strict=True)) if self._sums else []
+            turns = list(zip(at.split(self.sums, 1), source.split(self.sums, 1), strict=True)) if self.sums else []
             for first, taken in turns[:1]:
                 index.view(-1)[first] = taken
             inverse = torch.empty(source.numel(), dtype=torch.int64, device=self.device)

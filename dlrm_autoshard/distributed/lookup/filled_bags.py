@@ -41,6 +41,7 @@ class Dedup:
             raise UserError("dedup sends each id once between CPU ranks (run.device: cpu). Leave it out on a GPU.")
         found = [i for i in features.output_order() if names[features.table_of[i]] in tables]
         self._features = found if dist.get_world_size(group) > 1 else []
+        self._chunks: _Chunks | None = None  # of the newest exchange
 
     def asked(self, asked: Asked) -> Asked:
         """Returns one rank's batch with each id of these tables once."""
@@ -49,40 +50,61 @@ class Dedup:
         sent, bags = bags_once(asked.sent, self._features)
         return replace(asked, sent=sent, bags=bags)
 
-    @staticmethod
-    def exchange_of(exchange: Exchange, ids: LocalIds, asked: Asked) -> Exchange | FilledBags:
+    def exchange_of(self, exchange: Exchange, ids: LocalIds, asked: Asked) -> Exchange | FilledBags:
         """Returns what brings one batch's pooled vectors to the ranks that asked, and their gradients back."""
-        return exchange if asked.bags is None else FilledBags(exchange, ids, asked.sent, asked.bags)
+        if asked.bags is None:
+            return exchange
+        if self._chunks is None or self._chunks.exchange is not exchange:
+            self._chunks = _Chunks(exchange)
+        return FilledBags(self._chunks, ids, asked.sent, asked.bags)
+
+
+class _Chunks:
+    """Chunks of pooled vectors under one plan. own: numbers of this rank's pooled lookups, and their widths in chunks;
+    asked: numbers of all ranks', among the features that are sent; of_rank: chunks from each rank. By chunk that
+    arrives: its feature, and its place in the output. columns_to_places: chunks of all owners' columns, and where each
+    lies in the output; after the first, where each is added."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, pooled = exchange, exchange.is_pooled
+        of_rank = [[(s.embedding_dim // exchange.chunk, f) for s, f in o if f in pooled] for o in exchange.owned]
+        self.own = [number for number, (_, f) in enumerate(exchange.owned[exchange.rank]) if f in pooled]
+        self.own_widths = torch.tensor([width for width, _ in of_rank[exchange.rank]], dtype=torch.int64)
+        features = [f for lookups in exchange.owned for _, f in lookups]
+        numbers = zip(exchange.owners_order, features, strict=True)
+        self.asked = [number for number, feature in numbers if feature in pooled]
+        self.widths = torch.tensor([width for lookups in of_rank for width, _ in lookups], dtype=torch.int64)
+        self.feature_K = torch.tensor([f for f in features if f in pooled], dtype=torch.int64)
+        self.feature_K = self.feature_K.repeat_interleave(self.widths)
+        self.of_rank = [sum(width for width, _ in lookups) for lookups in of_rank]
+        self.place_K = torch.zeros(len(self.feature_K), dtype=torch.int64)
+        base, _, column, place = exchange.where
+        sums = exchange.sums
+        turns = zip((base + column).split(sums), place.split(sums), strict=True) if sums else ()
+        self.columns_to_places = list(turns)
+        for columns, places in self.columns_to_places:
+            self.place_K[columns] = places
 
 
 class FilledBags:
     """The exchange of one batch's vectors and their gradients, with `Exchange`'s methods."""
 
-    def __init__(self, exchange: Exchange, ids: LocalIds, sent: Batch, same: SameBags) -> None:
+    def __init__(self, chunks: _Chunks, ids: LocalIds, sent: Batch, same: SameBags) -> None:
         """ids: those of this rank's tables. sent: what this rank has asked for; same: how its samples are in it."""
-        self._exchange, self._size = exchange, ids.batch_size
-        world_size, chunk, size = exchange.world_size, exchange.chunk, ids.batch_size
-        of_rank = [[(s.embedding_dim // chunk, f) for s, f in own if f in exchange.is_pooled] for own in exchange.owned]
-        own = [number for number, (_, f) in enumerate(exchange.owned[exchange.rank]) if f in exchange.is_pooled]
-        local_widths = torch.tensor([width for width, _ in of_rank[exchange.rank]], dtype=torch.int64)
-        lengths_LWB = ids.offsets.diff().view(exchange.num_local, world_size, size)[own]
-        filled_WKB = (lengths_LWB > 0).transpose(0, 1).repeat_interleave(local_widths, 1)
+        self._exchange, self._size = exchange, size = chunks.exchange, ids.batch_size
+        lengths_LWB = ids.offsets.diff().view(exchange.num_local, exchange.world_size, size)[chunks.own]
+        filled_WKB = (lengths_LWB > 0).transpose(0, 1).repeat_interleave(chunks.own_widths, 1)
         self._leaving: list[int] = filled_WKB.sum((1, 2)).tolist()
         """Chunks for each rank."""
         rank, column, bag = filled_WKB.nonzero(as_tuple=True)
         self._places = (rank * size + bag) * filled_WKB.shape[1] + column
         """Their places among the chunks of [W * B, D_local]."""
-        is_pooled = [f in exchange.is_pooled for lookups in exchange.owned for _, f in lookups]
-        asked = [number for number, pooled in zip(exchange.owners_order, is_pooled, strict=True) if pooled]
-        widths = torch.tensor([width for lookups in of_rank for width, _ in lookups], dtype=torch.int64)
-        features = [f for lookups in of_rank for _, f in lookups]
-        features_K = torch.tensor(features, dtype=torch.int64).repeat_interleave(widths)
-        self._filled_KB = (exchange.row_ranges.split(sent).lengths_TB[asked] > 0).repeat_interleave(widths, 0)
-        chunks = [sum(width for width, _ in lookups) for lookups in of_rank]
-        self._arriving = [int(part.sum()) for part in self._filled_KB.split(chunks)]
+        lengths_LB = exchange.row_ranges.split(sent).lengths_TB[chunks.asked]
+        self._filled_KB = (lengths_LB > 0).repeat_interleave(chunks.widths, 0)
+        self._arriving = [int(part.sum()) for part in self._filled_KB.split(chunks.of_rank)]
         """Chunks from each rank."""
-        self._bag_KB, self._order_KB = same.bag_FB[features_K], same.order_FB[features_K]
-        self._ordered_KB = same.ordered_FB[features_K]
+        self._bag_KB, self._order_KB = same.bag_FB[chunks.feature_K], same.order_FB[chunks.feature_K]
+        self._ordered_KB, self._chunks = same.ordered_FB[chunks.feature_K], chunks
 
     def send_pooled(self, local: Tensor) -> Pending:
         """local: [W * B, D_local] of this rank's tables."""
@@ -103,10 +125,10 @@ class FilledBags:
         sources_KB = numbers_KB.gather(1, self._bag_KB)
         before, after = (columns // e.chunk for columns in margin)
         index = torch.full((self._size, before + e.width + after), nothing, dtype=torch.int64)
-        for columns, places in e.columns_to_places[:1]:
+        for columns, places in self._chunks.columns_to_places[:1]:
             index[:, before + places] = sources_KB[columns].T
         output = vectors.index_select(0, index.view(-1)).view(self._size, -1, e.chunk)
-        for columns, places in e.columns_to_places[1:]:  # the parts of rows, in turn
+        for columns, places in self._chunks.columns_to_places[1:]:  # the parts of rows, in turn
             output[:, before + places] += vectors[sources_KB[columns].T]
         found = output.view(self._size, -1)
         return found if into is None else into.copy_(found)
@@ -117,10 +139,7 @@ class FilledBags:
         if e.ends_inside_a_chunk(margin):
             gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
         chunks, before = gradient_BD.reshape(-1, e.chunk), margin[0] // e.chunk
-        places_K = torch.zeros(len(self._filled_KB), dtype=torch.int64)
-        for columns, places in e.columns_to_places:
-            places_K[columns] = before + places
-        index_KB = self._order_KB * (gradient_BD.shape[1] // e.chunk) + places_K[:, None]
+        index_KB = self._order_KB * (gradient_BD.shape[1] // e.chunk) + before + self._chunks.place_K[:, None]
         first_KB = torch.ones(index_KB.shape, dtype=torch.bool)
         torch.ne(self._ordered_KB[:, 1:], self._ordered_KB[:, :-1], out=first_KB[:, 1:])
         kept_KB = self._filled_KB.gather(1, self._ordered_KB)

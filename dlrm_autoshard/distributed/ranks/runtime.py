@@ -149,8 +149,7 @@ class Runtime:
 
     def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
         """Returns on every rank what `decide` returns on rank 0; an error for people that it raises there is raised
-        everywhere. attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's
-        `on_rank_zero`).
+        everywhere.
 
         attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's `on_rank_zero`).
         """
@@ -170,6 +169,19 @@ class Runtime:
         if failure is not None:
             raise failure
         return value
+
+    def on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Returns the action's result here; where it fails on any rank, raises the first such rank's error on every
+        one."""
+        result, failure = None, None
+        try:
+            result = action()
+        except UserError as error:
+            failure = error
+        failures = [error for error in self.all_gather(failure) if error is not None]
+        if failures:
+            raise failures[0]
+        return result  # type: ignore[return-value]
 
     @property
     def clock_group(self) -> dist.ProcessGroup:

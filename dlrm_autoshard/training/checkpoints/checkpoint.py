@@ -22,7 +22,6 @@ from torch import Tensor
 from dlrm_autoshard.data.columns import Columns
 from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, remove, sync
 from dlrm_autoshard.training.checkpoints.manifest import (
@@ -174,22 +173,9 @@ class Checkpoints(CheckpointFolder):
             check_dtypes(path, manifest.tensors, tensors)
             return manifest, read_extra(path, manifest)
 
-        manifest, extra = on_all_ranks(self._ranks, check)
-        on_all_ranks(self._ranks, lambda: read_tensors(path, manifest, tensors))
+        manifest, extra = self._ranks.on_all_ranks(check)
+        self._ranks.on_all_ranks(lambda: read_tensors(path, manifest, tensors))
         return manifest.state, extra
-
-
-def on_all_ranks(ranks: Runtime, action: Callable[[], T]) -> T:
-    """Returns its result here; where it fails on any rank, raises the first such rank's error on every one."""
-    result, failure = None, None
-    try:
-        result = action()
-    except UserError as error:
-        failure = error
-    failures = [error for error in ranks.all_gather(failure) if error is not None]
-    if failures:
-        raise failures[0]
-    return result  # type: ignore[return-value]
 
 
 def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str, SavedTensor]]) -> Manifest:

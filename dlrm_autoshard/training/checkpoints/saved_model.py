@@ -31,7 +31,6 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan, Splits, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
-from dlrm_autoshard.training.checkpoints.checkpoint import on_all_ranks
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 from dlrm_autoshard.training.data import TrainingData
@@ -97,8 +96,8 @@ def saved_model(
         labels, outputs = len(loaded.label_names), embeddings.output_tables
         model = make_model(source.num_dense, outputs, config.model, 0, labels, features.by_sequence).to(runtime.device)
         shards = {name: embeddings.storage.tensors(name)["weight"] for name in plan.tables_on(runtime.rank)}
-        weights = on_all_ranks(runtime, lambda: SavedWeights.open(path, features.tables))
-        on_all_ranks(runtime, lambda: weights.load(model, shards))
+        weights = runtime.on_all_ranks(lambda: SavedWeights.open(path, features.tables))
+        runtime.on_all_ranks(lambda: weights.load(model, shards))
         embeddings.storage.overwritten()
         bags = EmbeddingBags(embeddings, StageClock(runtime.device, runtime.clock_group), average=False)
         yield SavedModel(runtime, config, loaded, bags, model.eval(), weights.step)
