@@ -10,8 +10,12 @@ control = group_beside(group, "gloo")        # waits as long as the group
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,6 +99,27 @@ def _register() -> None:
     # Registered backends are all of one type, and a group holds one backend of each type.
     backends.backend_type_map[_GLOO] = dist.ProcessGroup.BackendType.GLOO
     backends.backend_type_map[_NCCL] = dist.ProcessGroup.BackendType.NCCL
+
+
+@atexit.register
+def wait_for_gloo(seconds: float = 10.0) -> None:
+    """Wait until gloo's threads rest, at most so many seconds. One that still holds its last collective when the
+    interpreter goes aborts the process, whose training has ended well (pytorch issue 190489)."""
+    deadline, before, now = time.monotonic() + seconds, [""], _gloo_threads()
+    # One that waits for Python's lock sleeps, too; had it slept at rest, it would not have woken for the lock.
+    while (now != before or any("State:\tS" not in thread for thread in now)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+        before, now = now, _gloo_threads()
+
+
+def _gloo_threads() -> list[str]:
+    """Returns each thread as Linux describes it: its state, and how often it has slept."""
+    threads = []
+    for status in sorted(Path("/proc/self/task").glob("*/status")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if (text := status.read_text()).startswith("Name:\tpt_gloo"):
+                threads.append(text)
+    return threads
 
 
 def _gloo(made: Any, store: dist.Store) -> Any:
