@@ -18,10 +18,10 @@ from tests.terminal import Terminal
 
 
 def add_benchmark(monkeypatch: pytest.MonkeyPatch, folder: Path, outcome: str) -> None:
-    """A real benchmark file `planner-scale` that returns this expression, in place of the package's own."""
-    source = folder / "planner_scale.py"
+    """A real benchmark file `own-loop` that returns this expression, in place of the package's own."""
+    source = folder / "own_loop.py"
     source.write_text(f'TITLE = "a benchmark of a test"\nROUGH_TIME = "1 s"\n\ndef run(quick):\n    return {outcome}\n')
-    name = "dlrm_autoshard.benchmarks.planner_scale"
+    name = "dlrm_autoshard.benchmarks.own_loop"
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +35,7 @@ def test_the_list_names_each_benchmark_that_exists_with_its_title(
     add_benchmark(monkeypatch, tmp_path, "{'figures': {}}")
     assert cli.main(["bench", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert listed["planner-scale"] == {"name": "planner-scale", "title": "a benchmark of a test", "rough_time": "1 s"}
+    assert listed["own-loop"] == {"name": "own-loop", "title": "a benchmark of a test", "rough_time": "1 s"}
     assert set(listed) <= set(harness.NAMES)
     assert all(entry["title"] for entry in listed.values())
 
@@ -50,10 +50,10 @@ def test_a_met_target_exits_zero_and_the_record_is_written(
     }
     monkeypatch.setattr(harness, "QUIET_LOAD", 1e9)  # whatever else runs on this machine
     add_benchmark(monkeypatch, tmp_path, repr(outcome))
-    assert cli.main(["bench", "planner-scale", "--out", str(tmp_path / "out" / "planner-scale.json")]) == 0
+    assert cli.main(["bench", "own-loop", "--out", str(tmp_path / "out" / "own-loop.json")]) == 0
     printed = capsys.readouterr().out
     assert "1.25" in printed and ">= 1.2" in printed and "met" in printed and "1.21 to 1.3" in printed
-    record = json.loads((tmp_path / "out" / "planner-scale.json").read_text())
+    record = json.loads((tmp_path / "out" / "own-loop.json").read_text())
     assert record["verdict"] == "met" and record["verdicts"] == {"speedup": "met", "moves": "met"}
     assert record["figures"] == outcome["figures"] and record["environment"]["cores"] >= 1
     assert record["environment"]["packages"]["torch"]
@@ -62,7 +62,7 @@ def test_a_met_target_exits_zero_and_the_record_is_written(
 def test_a_benchmark_shows_how_long_it_takes_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     add_benchmark(monkeypatch, tmp_path, "__import__('time').sleep(1.2) or {'figures': {}}")
     with Terminal() as terminal:
-        cli.main(["bench", "planner-scale"])
+        cli.main(["bench", "own-loop"])
     assert "of 1 s" in terminal.said
     assert all(harness.rough_seconds(listing.name) for listing in harness.available())
 
@@ -72,7 +72,7 @@ def test_a_target_that_is_missed_or_not_measured_exits_one(
     figures: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_benchmark(monkeypatch, tmp_path, f"{{'figures': {figures}, 'targets': {{'speedup': '>= 1.2'}}}}")
-    assert cli.main(["bench", "planner-scale"]) == 1
+    assert cli.main(["bench", "own-loop"]) == 1
     assert "missed" in capsys.readouterr().out
 
 
@@ -108,8 +108,8 @@ def test_what_is_met_by_an_interval_is_met_by_all_of_it(low: float, middle: floa
 def test_no_quick_run_and_none_beside_other_work_meets_a_target() -> None:
     outcome = {"figures": {"a": 1, "b": 5}, "targets": {"a": "<= 2", "b": "<= 2"}}
     for record in (
-        harness.finish("planner-scale", True, outcome, 1.0),
-        harness.finish("planner-scale", False, outcome, 1.0, 1e3),
+        harness.finish("own-loop", True, outcome, 1.0),
+        harness.finish("own-loop", False, outcome, 1.0, 1e3),
     ):
         assert record["verdicts"] == {"a": "inconclusive", "b": "missed"} and record["verdict"] == "missed"
         assert record["reservations"]
@@ -117,9 +117,9 @@ def test_no_quick_run_and_none_beside_other_work_meets_a_target() -> None:
 
 def test_load_is_weighed_by_the_cores_that_there_were_when_the_benchmark_began() -> None:
     """`planner-quality` keeps to one core: half of the load that two cores bear was too much for its record."""
-    record = harness.finish("planner-scale", False, {"figures": {}}, 1.0, load_before=0.8, cores=2)
+    record = harness.finish("own-loop", False, {"figures": {}}, 1.0, load_before=0.8, cores=2)
     assert not record["reservations"] and record["environment"]["cores"] == 2
-    assert harness.finish("planner-scale", False, {"figures": {}}, 1.0, load_before=0.8, cores=1)["reservations"]
+    assert harness.finish("own-loop", False, {"figures": {}}, 1.0, load_before=0.8, cores=1)["reservations"]
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_a_finding_that_nobody_could_measure_misses_its_target() -> None:
     found = harness.Findings()
     found.put("speedup", None, ">= 1.2")
     found.put("ratio", paired.Ratio(1.23456, 1.1, 1.3), ">= 1.0", digits=2)
-    record = harness.finish("planner-scale", False, vars(found), 1.0)
+    record = harness.finish("own-loop", False, vars(found), 1.0)
     assert record["verdicts"] == {"speedup": "missed", "ratio": "met"}
     assert record["figures"]["ratio"] == 1.23 and record["spread"] == {"ratio": [1.1, 1.3]}
 

@@ -91,7 +91,7 @@ def test_the_record_has_the_load_and_cpus_of_all_starts(tmp_path: Path, monkeypa
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         monkeypatch.setattr(slices, "other_work", lambda: nullcontext({}))  # as in rows of before it was measured
         rows = in_slices(tmp_path / "rows.jsonl", wanted[: number + 1], lambda _: {"ms": 8})
-    record = finish("planner-scale", False, {"figures": {}, **origins(rows)}, 1.0, load_before=0.0, cores=2)
+    record = finish("own-loop", False, {"figures": {}, **origins(rows)}, 1.0, load_before=0.0, cores=2)
     assert record["environment"]["cpu"] == "AMD EPYC, Intel Xeon", "not of the last start, which measured nothing"
     assert record["environment"]["load_before"] == 9.0
     assert record["reservations"] == ["other work ran beside it: a load of 9.0 on 2 cores"]

@@ -19,8 +19,8 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import BenchError
 
-TITLE = "training speed, fused shards, planning and roofline on a real GPU"
-ROUGH_TIME = "6 min (needs a GPU)"
+TITLE = "training speed, fused shards and planning on a real GPU"
+ROUGH_TIME = "5 min (needs a GPU)"
 
 LIMITS = {
     "peer": 75,
@@ -28,7 +28,6 @@ LIMITS = {
     "stages": 45,
     "shards": 80,
     "planning": 160,
-    "roofline": 45,
 }
 """Seconds for each section."""
 GRACE = 30

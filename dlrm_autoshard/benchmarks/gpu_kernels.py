@@ -1,5 +1,5 @@
-"""Sections of `bench gpu-all` that time kernels: fused shards with a cost model on them, planning on measured costs,
-and how near the lookup comes to the memory's bandwidth."""
+"""Sections of `bench gpu-all` that time kernels: fused shards with a cost model fitted to them, and planning on
+measured costs."""
 
 from __future__ import annotations
 
@@ -96,32 +96,3 @@ def compared(count: int, costs: Mapping[str, Sequence[float]]) -> tuple[dict[str
     ratios |= {f"{count}_tables_{name}_v_best_heuristic": ratio_of_means(costs[best], costs[name]) for name in LEARNED}
     figures = {f"{count}_tables_tasks": float(len(costs["auto"])), **{k: ratio.median for k, ratio in ratios.items()}}
     return figures, {name: [ratio.low, ratio.high] for name, ratio in ratios.items()}
-
-
-def roofline(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """Bytes that a fused lookup must move, over the time they take at the measured copy bandwidth."""
-    device = torch.device("cuda")
-    block = torch.empty(1 << 28, device=device)  # 1 GiB
-    other = torch.empty_like(block)
-    copies = []
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        other.copy_(block)
-        end.record()
-        end.synchronize()
-        copies.append(start.elapsed_time(end))
-    bandwidth = 2 * block.nbytes / (1e-3 * float(np.median(copies)))
-    del block, other
-    batch_size = BATCH_SIZE
-    pool = synthetic_pool(26, seed=41, batch_size=batch_size, rows=(1e5, 1e6), dims=(128, 128), pooling=(5.0, 40.0))
-    measured = ShardProbe(device=device, buffer_gib=30.0, repeats=10).measure(pool.tables, pool.stats, batch_size)
-    ids = sum(stat.mean_pooling * batch_size for stat in pool.stats)
-    unique = sum(stat.mean_pooling * batch_size / stat.mean_reuse for stat in pool.stats)
-    row, output = 4 * 128, 4 * 128 * batch_size * len(pool.tables)
-    forward = {"every use": ids * row + 4 * ids + output, "once per row": unique * row + 4 * ids + output}
-    found |= {"copy_bandwidth_gb_s": bandwidth / 1e9, "forward_ms": measured.fwd_compute_ms}
-    for name, size in forward.items():
-        share = size / bandwidth / (1e-3 * measured.fwd_compute_ms)
-        found[f"forward_share_reading_{name.replace(' ', '_')}"] = share
-    found["backward_ms"] = measured.bwd_compute_ms

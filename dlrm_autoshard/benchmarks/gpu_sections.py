@@ -1,6 +1,6 @@
 """The sections of `bench gpu-all`: each takes a folder to work in and its seconds, and puts into `found` what it finds.
 
-    python -m dlrm_autoshard.benchmarks.gpu_sections roofline result.json 45
+    python -m dlrm_autoshard.benchmarks.gpu_sections peer result.json 45
 
 Figures are numbers (with a 95% interval of some in "spread"), explanations strings; anything else (curves, tables)
 stays in the section's file. What was found before a section failed, or was told to end, is written all the same.
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.benchmarks.gpu_kernels import planning, roofline, shards
+from dlrm_autoshard.benchmarks.gpu_kernels import planning, shards
 from dlrm_autoshard.benchmarks.gpu_peer import peer, stages, variants
 
 SECTIONS: dict[str, Callable[[Path, float, dict[str, Any]], None]] = {
-    function.__name__: function for function in (peer, variants, stages, shards, planning, roofline)
+    function.__name__: function for function in (peer, variants, stages, shards, planning)
 }
 
 

@@ -33,19 +33,12 @@ UNKNOWN = "+"
 QUIET_LOAD = 0.5
 """Largest share of the cores that other work may take before or during a benchmark; above it no figure counts."""
 NAMES = (
-    "planner-time",
     "planner-quality",
-    "start-plan",
-    "planner-scale",
     "planner-oracle",
-    "planner-generalization",
-    "loop-bad-start",
     "loop-drift",
     "loop-straggler",
     "loop-steady",
-    "loop-split",
     "torchrec-loop",
-    "reshard-speed",
     "train-wsmall",
     "train-wemb",
     "own-loop",

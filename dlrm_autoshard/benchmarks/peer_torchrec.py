@@ -116,7 +116,6 @@ def sharded(
     module: str,
     plan: Any,
     check_ids: bool,
-    optimizer: str = "EXACT_ROWWISE_ADAGRAD",
     device: torch.device = torch.device("cpu"),
 ) -> tuple[Any, Any]:
     """The model on all ranks, and TorchRec's plan of it. batch_size: a rank. module: the name of the tables' in the
@@ -126,7 +125,7 @@ def sharded(
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 
-    fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": TABLE_LR, "eps": 1e-8}
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": TABLE_LR, "eps": 1e-8}
     sharder = EmbeddingBagCollectionSharder(
         fused_params=fused if check_ids else fused | {"bounds_check_mode": BoundsCheckMode.NONE}
     )

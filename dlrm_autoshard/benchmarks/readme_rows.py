@@ -34,9 +34,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "real noise, straggler: above the oracle, %": "the same, a rank half as fast for a while",
         "real noise, calm: overhead, %": "deciding and timing steps where nothing changes",
     },
-    "loop-bad-start": {
-        "of_best_known": "from the worst heuristic's plan: of the best plan known, held-out rounds",
-    },
     "loop-drift": {
         "recovered": "pooling permuted in mid-run: recovered of the gap between static and oracle",
     },
@@ -48,12 +45,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "moves": "moves in 10 epochs where nothing changes",
         "overhead": "part of the job's time, start-up planning and profiling included",
         "next_epoch_error": "cost model's error on the next epoch, median over epochs 3 to 9",
-    },
-    "loop-split": {
-        "of_oracle": "a table that becomes dominant is split live: of an oracle plan's speed",
-    },
-    "reshard-speed": {
-        "share_of_raw_1024_mib": "moving 1 GiB between 2 ranks, of gloo's raw bandwidth",
     },
     "train-wemb": {
         "1 rank: over torchrec": "lookup-heavy training over torchrec, 1 rank",
@@ -68,17 +59,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "gpu-all": {
         "peer.w_emb: over the fastest of them": "lookup-heavy training on an H200, over TorchRec's fastest",
         "peer.w_small: over the fastest of them": "MLP-heavy training there",
-    },
-    "planner-time": {
-        "dreamshard_times_quicker_50_tables": "`fit`, 50 x 4: times quicker than the published code",
-        "dreamshard_times_quicker_100_tables": "the same, 100 tables x 4 devices",
-        "reference_times_quicker_50_tables": "50 x 4, with as many cost updates as the published code",
-        "reference_times_quicker_100_tables": "the same, 100 tables x 4 devices",
-    },
-    "start-plan": {
-        "resharding off: cold, s": "seconds to plan a job's start on 2 ranks, 50 tables, each measured alone",
-        "resharding off: warm, s": "the same from an earlier job's costs",
-        "resharding on: cold, s": "where a first decision comes after 400 steps: nothing measured",
     },
     "planner-quality": {
         "all cells: auto / best heuristic": "plans' cost over the best heuristic's, unseen tables",
@@ -100,9 +80,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "over_best_heuristic_100x8": "the same, 100 tables x 8",
         "split_over_whole_20x8": "where tables may be split by columns, over whole ones, 20 x 8",
         "split_over_whole_50x8": "the same, 50 tables x 8 devices",
-    },
-    "planner-generalization": {
-        "fitted on 20x4 / fitted on 100x8, dreamshard": "planning 100 x 8, fitted on 20 x 4",
     },
     "own-loop": {
         "W-emb, 2 ranks: step time over the trainer's": "a step in a loop of one's own over our trainer's",
