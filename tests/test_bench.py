@@ -3,16 +3,18 @@
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks import harness, paired, readme
-from dlrm_autoshard.benchmarks.plans_interleaved import best_of, recovered
+from dlrm_autoshard.benchmarks.plans_interleaved import best_of, busy_neighbour, recovered
 from dlrm_autoshard.commands import main as cli
 from tests.terminal import Terminal
 
@@ -227,6 +229,24 @@ def test_draws_in_which_nothing_was_to_be_gained_count() -> None:
 
 def test_nothing_can_be_recovered_where_no_plan_is_faster() -> None:
     assert recovered([1.0], [1.0], [0.9]) is None
+
+
+def test_a_busy_neighbour_takes_its_core_only_while_it_is_switched_on() -> None:
+    with busy_neighbour() as share_core:
+        (neighbour,) = psutil.Process().children()
+
+        def cpu_seconds() -> float:
+            return float(neighbour.cpu_times().user + neighbour.cpu_times().system)
+
+        time.sleep(0.2)
+        assert neighbour.status() == psutil.STATUS_STOPPED
+        share_core(True)
+        rested, deadline = cpu_seconds(), time.monotonic() + 30
+        while cpu_seconds() < rested + 0.1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert cpu_seconds() >= rested + 0.1
+        share_core(False)
+    assert not neighbour.is_running()
 
 
 # The README's figures -------------------------------------------------------------------------------------------------

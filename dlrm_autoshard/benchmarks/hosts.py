@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
-from dlrm_autoshard.benchmarks.replicas import KAGGLE_ROWS
 from dlrm_autoshard.benchmarks.slow_link import DEVICE, cannot_make_link, slow_link
-from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
+from dlrm_autoshard.benchmarks.workloads import KAGGLE_ROWS, OurJob, Workload
 from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.ranks.groups import new_group

@@ -92,12 +92,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "one dominant table of 26, 2 ranks: speed over the best table-wise plan": (
             "a table with half of all lookups, split by columns: over the best table-wise plan"
         ),
-        "DCNv2 on 8 simulated devices: max over mean of lookups": (
-            "MLPerf's DCNv2, split, on 8 simulated devices: ranks' lookups, max over mean (whole tables: 3.9)"
-        ),
-        "DCNv2 on 8 simulated devices: step with splits over without": "its step with splits over without",
-        "DCNv2 on 16 simulated devices: max over mean of lookups": "lookups on 16 (whole tables: 7.7)",
-        "DCNv2 on 16 simulated devices: step with splits over without": "its step with splits over without",
         "planning 50 tables x 8 devices, with splits over without": "what splits take to plan, 50 x 8",
     },
 }

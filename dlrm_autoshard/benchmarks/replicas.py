@@ -1,25 +1,23 @@
-"""Small tables on every rank (`tables.replicate: auto`) against each table at its owner, on a job like Criteo's Kaggle.
+"""Small tables on every rank (`tables.replicate: auto`) against each table at its owner, on a job shaped like Kaggle's.
 
-26 tables with its rows (of the large ones the first 100,000), one id each, dim 64, 2,048 samples on each of two ranks,
-through shared memory and TCP. The embedding part alone, where copies sum their gradients by themselves; then whole
-steps, where these travel with the dense part's.
+26 tables with Criteo-Kaggle's rows (at most 100,000), one id each, dim 64, 2,048 samples on each of two ranks, over
+shared memory and TCP. The embedding part alone, where replicas sum their gradients themselves, and whole steps, where
+these travel with the dense part's.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import paired_ratio
-from dlrm_autoshard.benchmarks.train_speed import slowest_rank
-from dlrm_autoshard.benchmarks.workloads import TABLE_LR, OurJob, Workload, make_groups
+from dlrm_autoshard.benchmarks.steps_interleaved import interleaved, slowest_rank
+from dlrm_autoshard.benchmarks.workloads import KAGGLE_ROWS, TABLE_LR, OurJob, Workload, make_groups
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -33,23 +31,18 @@ from dlrm_autoshard.planner.task import PlacementTask
 
 TITLE = "small tables on every rank, against each at its owner: the embedding part and whole steps"
 ROUGH_TIME = "4 min"
-STEPS = 5  # of one, before it is the other's turn
-LARGEST = 100_000
-KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
+STEPS = 5  # of a variant before the next one's turn
 KAGGLE = Workload(
     "Kaggle",
-    tuple(min(rows, LARGEST) for rows in KAGGLE_ROWS),
-    (1,) * 26,
+    tuple(min(rows, 100_000) for rows in KAGGLE_ROWS),
+    (1,) * len(KAGGLE_ROWS),
     bottom=(64,),
     top=(64, 1),
     num_batches=10,
     batch_size=4096,
 )
-LARGE_MLPS = replace(KAGGLE, bottom=(512, 256, 64), top=(512, 256, 1))
-PARTS = {  # what is timed: (in words, target through shared memory, by TCP)
+JOBS = {"small": KAGGLE, "large": replace(KAGGLE, bottom=(512, 256, 64), top=(512, 256, 1))}
+PARTS = {  # what is timed: (in words, target over shared memory, over TCP)
     "embeddings": ("lookup, exchange and update", ">= 1.25", ">= 1.35"),
     "small": ("whole step, MLPs [64], [64, 1]", ">= 1.10", None),
     "large": ("whole step, MLPs [512, 256, 64], [512, 256, 1]", ">= 1.02", None),
@@ -59,13 +52,13 @@ PARTS = {  # what is timed: (in words, target through shared memory, by TCP)
 def run(quick: bool) -> dict[str, Any]:
     found = Findings()
     for link in ("shared memory", "TCP"):
-        ranks = on_pinned_ranks(_interleaved, 2, link == "shared memory", 6 if quick else 24)
-        for part, (words, target, by_tcp) in PARTS.items():
+        ranks = on_pinned_ranks(_rank, 2, link == "shared memory", 6 if quick else 24)
+        for part, (words, shared_target, tcp_target) in PARTS.items():
             for what, end in (("speed, auto over none", ""), ("CPU time, none over auto", " cpu")):
                 none, auto = (slowest_rank(ranks, f"{part} {asked}{end}") for asked in ("none", "auto"))
-                aimed = (target if link == "shared memory" else by_tcp) if not end else None
-                found.put(f"{words}, {link}: {what}", paired_ratio(none, auto), aimed, digits=3)
-    found.notes.append(f"On every rank: {len(_replicated('auto', 2))} of {len(KAGGLE.tables)} tables.")
+                target = (shared_target if link == "shared memory" else tcp_target) if not end else None
+                found.put(f"{words}, {link}: {what}", paired_ratio(none, auto), target, digits=3)
+    found.notes.append(f"on every rank: {len(_replicated('auto', 2))} of {len(KAGGLE.tables)} tables")
     return vars(found)
 
 
@@ -82,7 +75,7 @@ def _replicated(asked: str, world_size: int) -> tuple[str, ...]:
 
 
 def _plan(asked: str, world_size: int) -> ShardingPlan:
-    """Our planner's, of the tables that are not replicated."""
+    """Returns our planner's plan of the tables that are not replicated."""
     replicated = _replicated(asked, world_size)
     placed = [(t, s) for t, s in zip(KAGGLE.tables, KAGGLE.stats(), strict=True) if t.name not in replicated]
     tables, stats = [table for table, _ in placed], [stat for _, stat in placed]
@@ -90,10 +83,10 @@ def _plan(asked: str, world_size: int) -> ShardingPlan:
     return Planner("auto").plan(task).plan
 
 
-def _embedding_part(
+def _embedding_step(
     asked: str, rank: int, world_size: int, batches: list[Batch], shared_memory: bool
 ) -> Callable[[], None]:
-    """Returns steps without a dense part: the gradient is given."""
+    """Returns a step without a dense part: the gradient is given."""
     group, id_group, control = make_groups()
     embeddings = ShardedEmbeddings(
         KAGGLE.tables,
@@ -109,31 +102,20 @@ def _embedding_part(
     bags = EmbeddingBags(embeddings, StageClock(torch.device("cpu"), control), average=False)
     turns, gradient_BD = itertools.cycle(batches), 1e-3 * torch.randn(batches[0].size, KAGGLE.dim * len(KAGGLE.tables))
 
-    def steps() -> None:
-        for _ in range(STEPS):
-            bags.look_up(SentIds(next(turns), embeddings)).wait().backward(gradient_BD)
+    def step() -> None:
+        bags.look_up(SentIds(next(turns), embeddings)).wait().backward(gradient_BD)
 
-    return steps
+    return step
 
 
-def _interleaved(rank: int, world_size: int, shared_memory: bool, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step by round, on the wall and of this process's CPU."""
+def _rank(rank: int, world_size: int, shared_memory: bool, rounds: int) -> dict[str, list[float]]:
     keep_freed_memory()
-    batches, variants = KAGGLE.batches(rank, world_size), dict[str, Callable[[], object]]()
+    batches, steps = KAGGLE.batches(rank, world_size), dict[str, Callable[[], object]]()
     for asked in ("none", "auto"):
-        variants[f"embeddings {asked}"] = _embedding_part(asked, rank, world_size, batches, shared_memory)
-        for name, workload in (("small", KAGGLE), ("large", LARGE_MLPS)):
+        steps[f"embeddings {asked}"] = _embedding_step(asked, rank, world_size, batches, shared_memory)
+        for name, workload in JOBS.items():
             plan, replicated = _plan(asked, world_size), _replicated(asked, world_size)
             job = OurJob(workload, plan, rank, batches, shared_memory=shared_memory, replicated=replicated)
-            variants[f"{name} {asked}"] = lambda job=job: job.run(STEPS)  # type: ignore[misc]
-    found: dict[str, list[float]] = {f"{variant}{end}": [] for variant in variants for end in ("", " cpu")}
-    for number in range(rounds + 1):
-        for part in PARTS:
-            for asked in ("none", "auto") if number % 2 else ("auto", "none"):
-                dist.barrier()
-                started, cpu = time.perf_counter(), time.process_time()
-                variants[f"{part} {asked}"]()
-                if number:
-                    found[f"{part} {asked}"].append((time.perf_counter() - started) / STEPS)
-                    found[f"{part} {asked} cpu"].append((time.process_time() - cpu) / STEPS)
-    return found
+            steps[f"{name} {asked}"] = lambda job=job: job.run(1)  # type: ignore[misc]
+    by_part = {name: steps[name] for part in PARTS for name in (f"{part} none", f"{part} auto")}
+    return interleaved(by_part, turn=STEPS, rounds=rounds)

@@ -8,7 +8,6 @@ pipelined, over gloo; the fastest one counts. Its own deduplication has no CPU k
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.benchmarks.train_speed import slowest_rank
+from dlrm_autoshard.benchmarks.steps_interleaved import interleaved, slowest_rank
 from dlrm_autoshard.benchmarks.workloads import TABLE_LR, drawn, make_groups
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
@@ -51,7 +50,8 @@ Step = Callable[[], object]
 def run(quick: bool) -> dict[str, Any]:
     found, missing = Findings(), find_torchrec()
     ranks = on_pinned_ranks(_two_ranks, 2, missing is None, 4 if quick else 16)
-    seconds = {variant: slowest_rank(ranks, variant) for variant in ranks[0] if variant != "bytes"}
+    variants = [name for name in ranks[0] if name != "bytes" and not name.endswith(" cpu")]
+    seconds = {variant: slowest_rank(ranks, variant) for variant in variants}
     for variant, own in seconds.items():
         found.put(f"2 ranks: {variant}, ms a step", round(1e3 * median(own), 1))
     theirs = [variant for variant in seconds if variant not in OURS]
@@ -213,20 +213,6 @@ def plain_steps(batches: list[Batch]) -> Step:
     return step
 
 
-def _interleaved(variants: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step by round; every other round has the variants in the opposite order."""
-    found: dict[str, list[float]] = {variant: [] for variant in variants}
-    for number in range(rounds + 1):
-        for variant in variants if number % 2 else reversed(variants):
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(STEPS):
-                variants[variant]()
-            if number:
-                found[variant].append((time.perf_counter() - started) / STEPS)
-    return found
-
-
 def _two_ranks(rank: int, world_size: int, with_torchrec: bool, rounds: int) -> dict[str, Any]:
     keep_freed_memory()
     batches, variants = batches_of(rank), dict[str, Step]()
@@ -239,7 +225,7 @@ def _two_ranks(rank: int, world_size: int, with_torchrec: bool, rounds: int) -> 
             sent[rows_once] = sum(exchanged(embeddings.rows_once.asked(batch).sent) for batch in batches)
     for kind in THEIRS if with_torchrec and find_torchrec() is None else ():
         variants[f"TorchRec, {kind}"] = their_steps(batches, kind)
-    return _interleaved(variants, rounds) | {"bytes": sent}
+    return {**interleaved(variants, turn=STEPS, rounds=rounds), "bytes": sent}
 
 
 def exchanged(sent: Batch) -> int:
@@ -251,4 +237,4 @@ def _one_rank(rank: int, world_size: int, rounds: int) -> dict[str, list[float]]
     keep_freed_memory()
     batches = batches_of(rank)
     ours, _ = our_steps(rank, world_size, batches, rows_once=None, shared_memory=True)
-    return _interleaved({"ours": ours, "plain": plain_steps(batches)}, rounds)
+    return interleaved({"ours": ours, "plain": plain_steps(batches)}, turn=STEPS, rounds=rounds)

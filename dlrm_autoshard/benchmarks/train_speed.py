@@ -22,6 +22,7 @@ from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_interleaved import best_of
+from dlrm_autoshard.benchmarks.steps_interleaved import slowest_rank
 from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, idle_step, limits_of, rank_0_alone
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.data.batch import Batch
@@ -111,11 +112,6 @@ def _plain(limits: list[dict[str, Any]]) -> dict[str, Any]:
         ],
         "peak memory over tables, in batches": round(max(m["buffers"] for m in limits), 1),
     }
-
-
-def slowest_rank(measured: list[dict[str, Any]], whose: str) -> list[float]:
-    """Seconds a step, by round: a round is over when the last rank is through."""
-    return [max(seconds) for seconds in zip(*(m[whose] for m in measured), strict=True)]
 
 
 def interleaved(
