@@ -36,7 +36,8 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 @pytest.fixture(autouse=True)
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
-    monkeypatch.setattr(thresholds, "LOOK_SHARE", 1000.0)
+    for share in ("LOOK_SHARE", "LOOK_SHARE_UNSURE"):
+        monkeypatch.setattr(thresholds, share, 1000.0)
     monkeypatch.setattr(History, "looked", lambda *_, **__: None)
 
 

@@ -88,7 +88,7 @@ class Controller:
         balance, error = self._balance(interval), prediction_error(self.planner.predict(task, plan), profile.ranks)
         base = replace(base, balance_gain=balance, error_before=error)
         if interval.early:  # what was out of reach before the change need not be now
-            self.history.out_of_reach = 0.0
+            self.history.out_of_reach = None
         why = self.history.why_not_look(balance, when)
         if not why or when.steps == 0:  # whoever resumes the job for more epochs starts from what was measured last
             self.planner.costs.observe(profile, task.topology)

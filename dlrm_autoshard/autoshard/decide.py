@@ -82,15 +82,15 @@ class History:
     """State that earlier looks and refusals leave for the next look.
 
     look_seconds: duration of the last look. out_of_reach: part of the step that balance would save, but no plan that
-    the last look found. moved_at: number of intervals at the last whole move. refused_at: plan fingerprint -> number of
-    intervals when a rank could not take it.
+    the last look found; None after a change, until a whole interval has been searched. moved_at: number of intervals at
+    the last whole move. refused_at: plan fingerprint -> number of intervals when a rank could not take it.
     """
 
     intervals: int = 0
     moved_at: int | None = None
     refused_at: dict[str, int] = field(default_factory=dict)
     look_seconds: float = 0.0
-    out_of_reach: float = 0.0
+    out_of_reach: float | None = 0.0
 
     def why_not_look(self, balance: float, when: Horizon) -> str:
         """Returns why nothing is searched for; "" where a search may gain much more than it takes. balance: part of the
@@ -98,29 +98,33 @@ class History:
 
         A search may gain what is new of the balance: for the rest the last one found no plan. So where nothing changes
         all looks together take at most `LOOK_SHARE` of what balance would save in the job, and become ever rarer: of
-        several noisy intervals each is less likely than the one before to exceed all earlier ones."""
+        several noisy intervals each is less likely than the one before to exceed all earlier ones. After a change the
+        plan rests on a few steps, the slow ones right after it, so a search may take more."""
         if when.steps <= 0:
             return "no steps are left"
         if balance < when.min_gain:
             return below_min_gain(balance, when)
-        at_stake = balance - self.out_of_reach
-        if at_stake < when.min_gain:
+        if balance - (self.out_of_reach or 0.0) < when.min_gain:
             return f"perfect balance would save {percent(balance)}, about what the last search found no plan for"
-        seconds = at_stake * when.step_ms / 1000 * when.steps
+        seconds = self._seconds_at_stake(balance, when)
         if seconds <= thresholds.MOVE_SECONDS:
             return f"at most {seconds:.2g} s to gain in the {when.steps} steps left"
-        if self.look_seconds > thresholds.LOOK_SHARE * seconds:
+        if self.look_seconds > self.search_seconds(balance, when):
             return f"at most {seconds:.2g} s to gain, and a search takes {self.look_seconds:.2g} s"
         return ""
 
     def search_seconds(self, balance: float, when: Horizon) -> float:
         """Returns what a search may take."""
-        return thresholds.LOOK_SHARE * max(0.0, balance - self.out_of_reach) * when.step_ms / 1000 * when.steps
+        share = thresholds.LOOK_SHARE_UNSURE if self.out_of_reach is None else thresholds.LOOK_SHARE
+        return share * self._seconds_at_stake(balance, when)
+
+    def _seconds_at_stake(self, balance: float, when: Horizon) -> float:
+        return max(0.0, balance - (self.out_of_reach or 0.0)) * when.step_ms / 1000 * when.steps
 
     def looked(self, seconds: float, balance: float, best_gain: float, *, early: bool) -> None:
         """Remembers a look. best_gain: gain of the plan that saves most. early: the few steps of a new change tell too
         little for what was not found to be out of reach."""
-        self.look_seconds, self.out_of_reach = seconds, 0.0 if early else balance - max(0.0, best_gain)
+        self.look_seconds, self.out_of_reach = seconds, None if early else balance - max(0.0, best_gain)
 
     def refused_lately(self, plan: ShardingPlan) -> bool:
         """Whether a rank refused the plan in the last intervals; later there may be memory for it."""
