@@ -34,7 +34,9 @@ from dlrm_autoshard.plan import ShardingPlan
 TITLE = "two hosts with a slow link between them: a step, and bytes between the hosts, by how vectors and ids travel"
 ROUGH_TIME = "3 min"
 HOSTS = (0, 0, 1, 1)
-STEPS = 3  # of one variant, before it is the next one's turn
+STEPS, STEPS_OF_LARGE_BATCHES = 3, 2  # of one variant, before it is the next one's turn
+ROUNDS = {1: 10, 10: 7}
+"""By the link's Gbit/s. Targets are for the slower link."""
 WORKLOAD = Workload(
     "two hosts",
     tuple(int(1000 * 10 ** (i / 8)) for i in range(24)),
@@ -62,6 +64,10 @@ class Variant:
     in_one_ring: bool = False
     workload: Workload = WORKLOAD
     dedup: bool = False
+
+    @property
+    def steps(self) -> int:
+        return STEPS if self.workload.batch_size <= WORKLOAD.batch_size else STEPS_OF_LARGE_BATCHES
 
     def job(self, rank: int, world_size: int, batches: list[Batch]) -> OurJob:
         owners = {table.name: number % world_size for number, table in enumerate(self.workload.tables)}
@@ -104,9 +110,9 @@ def run(quick: bool) -> dict[str, Any]:
     if why_not is not None:
         raise BenchError(f"bench hosts makes two hosts of this machine, and cannot: {why_not}")
     found = Findings()
-    for gbit in (1,) if quick else (1, 10):
+    for gbit in (1,) if quick else ROUNDS:
         with slow_link(1000 * gbit, 0, both_ways=True) as link, tempfile.TemporaryDirectory() as folder:
-            out, rounds = Path(folder) / "found.json", 6 if quick else 14
+            out, rounds = Path(folder) / "found.json", 6 if quick else ROUNDS[gbit]
             command = [sys.executable, "-m", "dlrm_autoshard.benchmarks.hosts", str(out), str(rounds)]
             link.run(command, HOSTS, timeout=300)
             put(found, f"{gbit} Gbit/s", json.loads(out.read_text()), targets=gbit == 1)
@@ -141,13 +147,13 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
         for name in jobs if number % 2 else reversed(jobs):
             dist.barrier()
             before, started, cpu = bytes_out(), time.perf_counter(), time.process_time()
-            jobs[name].run(STEPS)
+            jobs[name].run(steps := VARIANTS[name].steps)
             cpu = time.process_time() - cpu
             dist.barrier()
             if number:
-                found[name]["cpu"].append(cpu / STEPS)
-                found[name]["seconds"].append((time.perf_counter() - started) / STEPS)
-                found[name]["bytes"].append((bytes_out() - before) / STEPS)
+                found[name]["cpu"].append(cpu / steps)
+                found[name]["seconds"].append((time.perf_counter() - started) / steps)
+                found[name]["bytes"].append((bytes_out() - before) / steps)
     return found
 
 
