@@ -97,7 +97,8 @@ class TablesConfig(Section):
     sequences: dict[str, SequenceConfig] = {}  # features that are not pooled, for a model.factory that takes them
     rows_once: Literal["auto"] | bool = "auto"  # each row that a rank's batch has twice in a sequence travels once
     # Tables whose pooled features send each id of a rank's batch once, where bags have one id: for slow links, CPU.
-    dedup: Literal["none"] | list[str] = "none"
+    # auto: those whose ids repeat, where the start measures that exchanges between hosts are faster so.
+    dedup: Literal["auto", "none"] | list[str] = "none"
     pooling: Pooling = "sum"
     poolings: dict[str, Pooling] = {}  # table -> pooling, where it differs
     dtype: TableDtype = "fp32"

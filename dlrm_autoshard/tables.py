@@ -303,8 +303,8 @@ class TableStats:
         17 bins; sums to 1, or is all zero where no id was seen.
     mean_reuse: ids / unique ids in that batch (1.0 where no id was seen).
     batch_size: samples in the batch that was measured. Reuse grows with it, so it belongs to the figure.
-    features: that look up its rows: so many vectors travel for a sample, of a sequence one an id. The other figures are
-        of their ids together.
+    features: that look up its rows: so many vectors travel for a sample, of a sequence one an id. Below 1 where each
+        different id's travels once. The other figures are of their ids together.
     row_sixteenths: rows below which 1/16, 2/16, ... 15/16 of the table's work lie, half of it lookups, half different
         rows; empty: all rows are used alike.
     """
@@ -352,8 +352,13 @@ class TableStats:
 def stats_of_part(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
     """Returns what a part of a table looks up of the table's ids: all of them where it has all rows, else the share of
     its rows. `row_sixteenths` stay the table's."""
-    share = _share_of_work(part, whole, stats)
-    return stats if share == 1 else replace(stats, mean_pooling=stats.mean_pooling * share)
+    return _scaled(stats, _share_of_work(part, whole, stats))
+
+
+def _scaled(stats: TableStats, share: float) -> TableStats:
+    """A range of rows has a vector for each sample, of zeros where it has none of its ids, unless ids travel once."""
+    features = stats.features * share if stats.features < 1 else stats.features
+    return stats if share == 1 else replace(stats, mean_pooling=stats.mean_pooling * share, features=features)
 
 
 def _share_of_work(part: TableConfig, whole: TableConfig, stats: TableStats) -> float:
@@ -375,8 +380,7 @@ def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def stats_of_whole(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
     """Returns the table's statistics from its part's, as `stats_of_part` has them."""
-    share = _share_of_work(part, whole, stats)
-    return stats if share == 1 else replace(stats, mean_pooling=stats.mean_pooling / share)
+    return _scaled(stats, 1 / _share_of_work(part, whole, stats))
 
 
 def reuse_bins(counts: np.ndarray) -> np.ndarray:
@@ -434,11 +438,12 @@ def memory_bytes(
 ) -> dict[str, int]:
     """Bytes that each table takes on its owner: weights, optimizer state and its share of exchange buffers.
 
-    Buffers hold the global batch: pooled vectors and their gradients (fp32), ids and their sorted copy (8 bytes).
+    Buffers hold the global batch: pooled vectors and their gradients (fp32; of empty bags too), ids and their sorted
+    copy (8 bytes).
     """
     needed = {}
     for table, stat in zip(tables, stats, strict=True):
-        vectors = int(2 * 4 * table.embedding_dim * stat.features * global_batch_size)
+        vectors = int(2 * 4 * table.embedding_dim * max(1, stat.features) * global_batch_size)
         ids = 2 * 8 * int(np.ceil(stat.mean_pooling * global_batch_size))
         needed[table.name] = table.weight_bytes + table.optimizer_bytes(optimizer) + vectors + ids
     return needed

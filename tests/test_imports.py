@@ -165,7 +165,7 @@ def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
     (`distributed.tables`)."""
     files, lines = read_from("dlrm_autoshard.distributed.step", "distributed", "distributed.lookup")
     exchanged = ("shared_memory", "wire", "packed_ids", "id_messages", "link_speed", "device_ids")
-    lookup = (*exchanged, "columns", "replicas", "row_ranges", "sequences", "filled_bags", "note")
+    lookup = (*exchanged, "columns", "replicas", "row_ranges", "sequences", "dedup", "filled_bags", "note")
     behind = {f"dlrm_autoshard.distributed.{name}" for name in ("device", "sums", *(f"lookup.{n}" for n in lookup))}
     lines -= sum(len(modules()[module].read_text().splitlines()) for module in behind)
     assert len({*files} - behind) <= 7 and lines <= 1669, (files, lines)

@@ -20,7 +20,7 @@ from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.sequences import Cuts, said_of_cuts
-from dlrm_autoshard.data.statistics import measure_stats
+from dlrm_autoshard.data.statistics import SentOnce, measure_stats
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.plug_in import PlugInError
@@ -82,7 +82,7 @@ def test_a_job_plans_moves_and_resumes_without_a_bit_changed(tmp_path: Path, onc
     settings = config(tmp_path, **SETTINGS)
     source = open_source(settings.data, settings.tables)
     features, batch_size = Features.of(source.tables, settings.tables.shared, ["clicks"]), settings.train.batch_size
-    stats = measure_stats(source, 2 * batch_size, 20, features, once_in=batch_size if once else None)
+    stats = measure_stats(source, 2 * batch_size, 20, features, once=SentOnce(batch_size, once))
     lengths = torch.cat([source.read("train", 0, 0, 320).lengths_TB[3]]).clamp(max=5).float().mean()
     every = 1 + lengths.item()
     assert stats[1].features < 0.99 * every if once else stats[1].features == pytest.approx(every)

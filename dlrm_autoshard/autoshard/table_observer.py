@@ -29,6 +29,7 @@ class TableObserver:
         self._plan = self._embeddings.plan
         self._samples = 0
         self._ids: np.ndarray | None = None
+        self._filled: np.ndarray | None = None  # bags with an id
         self._first: tuple[np.ndarray, np.ndarray] | None = None  # lengths [T, W * B] and ids
 
     def observe(self, ids: ArrivedIds, real_samples: int) -> None:
@@ -37,17 +38,19 @@ class TableObserver:
             self.begin()
         num_bags = ids.batch_size * self._embeddings.plan.world_size
         offsets = ids.offsets.cpu().numpy()
-        counts = np.diff(offsets[::num_bags])
+        counts, lengths_TB = np.diff(offsets[::num_bags]), np.diff(offsets).reshape(-1, num_bags)
+        filled = np.count_nonzero(lengths_TB, axis=1)
         self._ids = counts if self._ids is None else self._ids + counts
+        self._filled = filled if self._filled is None else self._filled + filled
         self._samples += real_samples
         if self._first is None:
             values_N = ids.values_N.to("cpu", copy=True).numpy()  # who gave them may fill their memory anew
-            self._first = np.diff(offsets).reshape(-1, num_bags), values_N
+            self._first = lengths_TB, values_N
 
     def summary(self) -> dict[str, TableStats]:
         """name -> statistics, for the tables (or ranges of their rows) of which this rank owns something; {} where
         nothing was observed, or tables have moved since. Starts afresh."""
-        if self._ids is None or self._first is None or self._embeddings.plan != self._plan:
+        if self._ids is None or self._filled is None or self._first is None or self._embeddings.plan != self._plan:
             self.begin()
             return {}
         shards = [shard.name for shard in self._embeddings.local_lookups]
@@ -57,16 +60,23 @@ class TableObserver:
         lengths_TB, ids_N = join(*self._first, shard_of)
         pooling = np.bincount(shard_of, self._ids, len(owned)) / self._samples
         reuse = measure_table_stats(lengths_TB, ids_N)
-        sequences = getattr(self._embeddings, "sequences", None)
-        unpooled = getattr(sequences, "local_unpooled", None)  # lookups whose vectors travel one an id
-        vectors = None if unpooled is None else np.where(unpooled, self._ids / self._samples, 1.0)
-        counts = np.bincount(shard_of, vectors, len(owned)).tolist()
+        counts = np.bincount(shard_of, self._vectors(), len(owned)).tolist()
         result = {
             name: replace(seen, mean_pooling=float(mean), features=features)
             for name, mean, seen, features in zip(names, pooling, reuse, counts, strict=True)
         }
         self.begin()
         return result
+
+    def _vectors(self) -> np.ndarray | None:
+        """Returns the vectors of each lookup that travel for a sample; None where that is one of each."""
+        assert self._ids is not None and self._filled is not None
+        dedup, sequences = (getattr(self._embeddings, name, None) for name in ("dedup", "sequences"))
+        unpooled = getattr(sequences, "local_unpooled", None)  # lookups whose vectors travel one an id
+        filled = self._filled / self._samples if getattr(dedup, "tables", ()) else None  # only filled bags travel
+        if unpooled is None:
+            return filled
+        return np.where(unpooled, self._ids / self._samples, 1.0 if filled is None else filled)
 
 
 def of_whole_tables(by_rank: Iterable[Mapping[str, TableStats]]) -> dict[str, TableStats]:
@@ -93,6 +103,7 @@ def _together(ranges: Mapping[tuple[int, int], TableStats]) -> TableStats:
         mean_pooling=pooling,
         reuse_histogram=tuple(map(float, histogram)),
         mean_reuse=reuse,
+        features=parts[0].features if parts[0].features >= 1 else sum(part.features for part in parts),
         row_sixteenths=_sixteenths(ranges, work_R),
     )
 

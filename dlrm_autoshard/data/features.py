@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,12 +73,17 @@ class Features:
         """The features that are no sequences."""
         return tuple(feature for feature in self.features if feature.name not in self.sequences)
 
-    def vectors(self, ids_F: Sequence[float]) -> list[float]:
-        """Vectors of each table that travel for a sample: one a pooled feature, one an id of a sequence. ids_F: of each
-        feature, per sample."""
+    def pooled_of(self, tables: Collection[str]) -> list[int]:
+        """Numbers of the pooled features of these tables, in the order of the pooled output."""
+        return [i for i in self.output_order() if self.tables[self.table_of[i]].name in tables]
+
+    def vectors(self, ids_F: Sequence[float], filled_F: Sequence[float] | None = None) -> list[float]:
+        """Returns the vectors of each table that travel for a sample: one an id of a sequence, one a pooled feature.
+        ids_F: ids of each feature per sample. filled_F: bags of each with an id, where only these travel."""
         found: list[float] = [0] * len(self.tables)
-        for feature, table, ids in zip(self.features, self.table_of, ids_F, strict=True):
-            found[table] += float(ids) if feature.name in self.sequences else 1
+        pooled_F = [1.0] * len(ids_F) if filled_F is None else filled_F
+        for feature, table, ids, pooled in zip(self.features, self.table_of, ids_F, pooled_F, strict=True):
+            found[table] += float(ids) if feature.name in self.sequences else float(pooled)
         return found
 
     @property

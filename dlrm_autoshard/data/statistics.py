@@ -7,12 +7,13 @@ Ids are counted as training will see them: checked, or repaired.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from dlrm_autoshard.data.bags_once import bags_once
 from dlrm_autoshard.data.batch import Batch, DataSource
 from dlrm_autoshard.data.checked_read import Stretch
 from dlrm_autoshard.data.features import Features
@@ -24,6 +25,20 @@ MOST_SAMPLES = 1 << 16
 """Read in all: a second's work, and pooling factors to half a percent."""
 
 
+@dataclass(frozen=True)
+class SentOnce:
+    """Which ids a rank sends once each, of a batch of so many samples: those of sequences, or of pooled tables."""
+
+    samples: int
+    sequences: bool = False
+    tables: Collection[str] = ()
+
+    def sent(self, batch: Batch, features: Features) -> Batch:
+        if self.sequences:
+            batch = rows_once(batch, features.sequence_numbers)[0]
+        return bags_once(batch, features.pooled_of(self.tables))[0] if self.tables else batch
+
+
 def measure_stats(
     source: DataSource,
     global_batch: int,
@@ -31,26 +46,31 @@ def measure_stats(
     features: Features | None = None,
     *,
     on_bad_id: OnBadId = "error",
-    once_in: int | None = None,
+    once: SentOnce | None = None,
 ) -> tuple[TableStats, ...]:
-    """Statistics of each table from the first batches of training data, each taken as one global batch. features: the
-    source's, where several share a table. once_in: an id of a sequence counts once in so many samples, a rank's."""
+    """Returns statistics of each table from the first batches of training data, each taken as one global batch.
+
+    features: the source's, where several share a table. once: ids count as they reach the tables' owners, which is what
+    lookups and exchanges cost, and what is observed of them in training.
+    """
     features = features or Features.one_each(source.tables)
     total = source.num_samples("train")
     size = min(global_batch, total, MOST_SAMPLES)
     count = max(1, min(batches, total // size, MOST_SAMPLES // size))
-    seen, check, ids_F = [], IdCheck(source.tables, on_bad_id), np.zeros(len(source.tables))
+    seen, check, ids_F, filled_F = [], IdCheck(source.tables, on_bad_id), *np.zeros((2, len(source.tables)))
     for index in range(count):
         stop = (index + 1) * size
         parts = list[Batch]()
-        for first in range(index * size, stop, once_in or size):
-            stretch = Stretch(source, "train", 0, first, min(first + (once_in or size), stop))
+        step = size if once is None else once.samples
+        for first in range(index * size, stop, step):
+            stretch = Stretch(source, "train", 0, first, min(first + step, stop))
             part = stretch.checked(stretch.read(), check)
-            parts.append(part if once_in is None else rows_once(part, features.sequence_numbers)[0])
+            parts.append(part if once is None else once.sent(part, features))
         lengths_FB, values_N = _beside(parts)
         ids_F += lengths_FB.sum(1) / (size * count)
+        filled_F += (lengths_FB > 0).mean(1) / count
         seen.append(measure_table_stats(*features.joined(lengths_FB, values_N)))
-    vectors = features.vectors(ids_F.tolist())
+    vectors = features.vectors(ids_F.tolist(), filled_F.tolist() if once is not None and once.tables else None)
     return tuple(
         replace(_average(table), features=n) for n, table in zip(vectors, zip(*seen, strict=True), strict=True)
     )

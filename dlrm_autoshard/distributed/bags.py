@@ -55,7 +55,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         batch_size: int | None = None,
         sequences: Sequence[str] = (),
         rows_once: bool | Literal["auto"] = "auto",
-        dedup: Sequence[str] = (),
+        dedup: Sequence[str] | Literal["auto", "none"] = "none",
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
         UserError, on every rank, where ranks are not given the same.
@@ -73,7 +73,8 @@ class ShardedEmbeddingBags(EmbeddingBags):
         sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id. rows_once: a row
         that a rank's batch has several times in a sequence travels once, its gradients summed before they travel;
         "auto": where the first batch says that this is faster, for good (a saved state keeps it). dedup: tables
-        whose pooled features send each id that a rank's batch has several times once, where bags have one id.
+        whose pooled features send each id that a rank's batch has several times once, where bags have one id; "auto":
+        those whose ids repeat, where exchanging the first batch so is faster between these ranks, for good as well.
         """
         group = group_or_alone(group)
         runtime = runtime_of(group, device)
@@ -83,6 +84,8 @@ class ShardedEmbeddingBags(EmbeddingBags):
             found = features_given(tables, features or {}, exchange_dtype, own, sequences)
             if rows_once not in (True, False, "auto"):
                 raise BagsError(f"rows_once is {rows_once!r}; it must be True, False or 'auto'.")
+            if isinstance(dedup, str) and dedup not in ("auto", "none"):
+                raise BagsError(f"dedup is {dedup!r}; it must be 'auto', 'none' or a list of tables' names.")
             if replicate == "auto" and batch_size is None:
                 raise BagsError('replicate="auto" needs batch_size=, the samples that one rank looks up in a step.')
             copied = replicated_tables(
@@ -110,7 +113,11 @@ class ShardedEmbeddingBags(EmbeddingBags):
         dtypes = ExchangeDtypes.model_validate(exchange_dtype)
         own |= {"exchange_dtype": str(dtypes), "seed": seed, "average": average}
         own |= {"device": runtime.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
-        own |= {"sequences": ", ".join(found.sequences), "rows_once": rows_once, "dedup": ", ".join(dedup)}
+        own |= {
+            "sequences": ", ".join(found.sequences),
+            "rows_once": rows_once,
+            "dedup": dedup if isinstance(dedup, str) else ", ".join(dedup),
+        }
         agree(runtime, facts_of(tables, plan) | own)
         sharded = ShardedEmbeddings(
             found,
@@ -124,7 +131,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
             seed=seed,
             replicated=replicated,
             rows_once=None if rows_once == "auto" else rows_once,
-            dedup=dedup,
+            dedup=None if dedup == "auto" else () if dedup == "none" else dedup,
         )
         super().__init__(
             sharded,
@@ -135,7 +142,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         self.runtime, self.features, self.shared_memory = runtime, found, True
         self.tables, self.exchange_dtype = tuple(tables), sharded.exchange_dtype
         self._inputs = BagInputs(found.features, runtime.rank, check_ids=check_ids)
-        self._chooses_once = sharded.rows_once.chosen is None
+        self._chooses_once, self._chooses_dedup = sharded.rows_once.chosen is None, sharded.dedup.chosen is None
 
     @property
     def rank(self) -> int:
@@ -184,15 +191,18 @@ class ShardedEmbeddingBags(EmbeddingBags):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Plain data: what the tensors leave out."""
-        return {"updates": self.sharded.updates, "table_lr": self.table_lr, "plan": self.plan.to_json()} | (
-            {"rows_once": self.sharded.rows_once.chosen} if self.features.sequences else {}
-        )
+        sharded = self.sharded
+        state = {"updates": sharded.updates, "table_lr": self.table_lr, "plan": self.plan.to_json()}
+        state |= {"rows_once": sharded.rows_once.chosen} if self.features.sequences else {}
+        return state | ({"dedup": sharded.dedup.chosen} if self._chooses_dedup else {})
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         self.sharded.set_updates(int(state["updates"]))
         self.table_lr = float(state["table_lr"])
         if self._chooses_once:
             self.sharded.rows_once.chosen = state.get("rows_once")
+        if self._chooses_dedup:
+            self.sharded.dedup.choose(state.get("dedup"))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -23,6 +23,7 @@ from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
+from dlrm_autoshard.distributed.lookup.filled_bags import FilledBags, made_up_bags
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -221,11 +222,12 @@ class RankProbe:
         """ms of real exchanges of vectors and gradients, with the same code as the training step's. Collective."""
         return self._timed(*self._prepared(plan))
 
-    def _prepared(self, plan: ShardingPlan) -> tuple[Exchange, Tensor, Tensor]:
+    def _prepared(self, plan: ShardingPlan) -> tuple[Exchange | FilledBags, Tensor, Tensor]:
         """Returns the exchange with what is sent, vectors and gradients. Takes the memory that it needs before any rank
-        begins it."""
+        begins it. Where some ids travel once each, so do these."""
         runtime = self._runtime
-        features = Features.alike(self.tables, [max(1, round(stat.features)) for stat in self.stats])
+        counts = [max(1, round(stat.features)) for stat in self.stats]
+        features = Features.alike(self.tables, counts)
         exchange = Exchange(
             features, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtypes, self._link
         )
@@ -238,10 +240,16 @@ class RankProbe:
         else:
             like.new_empty(most)  # the device's allocator keeps it for what follows
         vectors, gradient = (exchange.empty(like, math.prod(shape)).zero_().view(shape) for shape in shapes)
-        return exchange, vectors, gradient
+        if all(stat.features >= 1 for stat in self.stats) or runtime.world_size == 1 or runtime.device.type != "cpu":
+            return exchange, vectors, gradient
+        size, shares = len(gradient), [min(1.0, s.features / n) for s, n in zip(self.stats, counts, strict=True)]
+        different = [max(1, round(share * size)) for share, n in zip(shares, counts, strict=True) for _ in range(n)]
+        return made_up_bags(exchange, different, size), vectors, gradient
 
-    def _timed(self, exchange: Exchange, vectors: Tensor, gradient: Tensor) -> tuple[list[float], list[float]]:
-        if exchange.world_size == 1:
+    def _timed(
+        self, exchange: Exchange | FilledBags, vectors: Tensor, gradient: Tensor
+    ) -> tuple[list[float], list[float]]:
+        if self._runtime.world_size == 1:
             return [0.0], [0.0]
         forward = self._time_collective(lambda: exchange.in_output_order(exchange.send_pooled(vectors).wait()))
         backward = self._time_collective(lambda: exchange.send_gradients(gradient).wait())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +17,17 @@ import torch
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.batch import Batch, DataSource
+from dlrm_autoshard.data.checked_read import Stretch
+from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.data.open import open_source, settled
 from dlrm_autoshard.data.sequences import said_of_cuts
-from dlrm_autoshard.data.statistics import measure_stats, share_of_different_ids
+from dlrm_autoshard.data.statistics import SentOnce, measure_stats, share_of_different_ids
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.lookup.dedup import choose_dedup
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.link_speed import remark
+from dlrm_autoshard.distributed.lookup.exchange import Exchange
+from dlrm_autoshard.distributed.lookup.link_speed import SLOW_FOR_IDS, mb_per_s, remark
 from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.lookup.sequences import travel_once
 from dlrm_autoshard.distributed.moves.reshard import reshard
@@ -33,6 +38,7 @@ from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
 from dlrm_autoshard.formats.progress import elapsing
 from dlrm_autoshard.model.dlrm import make_model
+from dlrm_autoshard.plan import Topology, round_robin
 from dlrm_autoshard.plan.replicated import bytes_of_copies
 from dlrm_autoshard.tables import TableStats
 from dlrm_autoshard.training.agreement import agree_on_dense
@@ -97,6 +103,7 @@ class Job:
             self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
         self.replicated = runtime.from_rank_0(self._choose_replicated)
         self.rows_once = runtime.from_rank_0(self._choose_rows_once)
+        self.dedup = self._choose_dedup()
         shows = runtime.rank == 0 and config.run.log_level in ("debug", "info")
         with elapsing("planning", config.autoshard.budget_seconds, quiet=not shows, stream=sys.stdout):
             self.placement = self._place()
@@ -113,7 +120,7 @@ class Job:
             initial_values=self.resumed_from is None,
             replicated=self.replicated,
             rows_once=self.rows_once,
-            dedup=[] if config.tables.dedup == "none" else config.tables.dedup,
+            dedup=self.dedup,
         )
         if runtime.device.type == "cpu" and (said := remark(config.train.exchange_dtype, self.embeddings.carried)):
             self.notes.append(said)
@@ -205,12 +212,42 @@ class Job:
         in_memory = runtime.local_world_size == runtime.world_size
         return travel_once(different, runtime.world_size, in_memory=in_memory)
 
+    def _choose_dedup(self) -> Sequence[str]:
+        """By exchanges of the data's first samples on these ranks; where training goes on, as the checkpoint has it.
+        Collective."""
+        config, runtime, features, data = self.config, self.runtime, self.data.features, self.data
+        if config.tables.dedup != "auto":
+            return () if config.tables.dedup == "none" else config.tables.dedup
+        if (before := self.resumed_from) is not None:
+            return runtime.from_rank_0(lambda: read_manifest(before).state.dedup)
+        samples = min(config.train.batch_size, data.source.num_samples("train") // runtime.world_size)
+        if runtime.local_world_size == runtime.world_size or runtime.device.type != "cpu" or samples == 0:
+            return ()
+
+        def first_samples() -> Batch:
+            first = runtime.rank * samples
+            stretch = Stretch(data.source, "train", 0, first, first + samples)
+            return stretch.checked(stretch.read(), IdCheck(data.source.tables, config.data.on_bad_id))
+
+        names = [table.name for table in features.tables if table.name not in self.replicated]
+        exchange = Exchange(
+            features, round_robin(names, Topology(runtime.world_size)), runtime.rank, runtime.group, runtime.id_group,
+            runtime.device, config.train.exchange_dtype, replicated=frozenset(self.replicated),
+            packs_ids=mb_per_s(runtime.id_group) < SLOW_FOR_IDS,
+        )  # fmt: skip
+        choice = choose_dedup(exchange, runtime.on_all(first_samples))
+        self.notes.append(str(choice))
+        return choice.tables
+
     def _place(self) -> Placement:
         """A plan for the tables: the checkpoint's, where it still fits."""
         config, runtime, data = self.config, self.runtime, self.data
         current = plan_of(self.resumed_from, data.features.tables)
         copies = [table for table in data.features.tables if table.name in self.replicated]
         tables = [table for table in data.features.tables if table not in copies]
+
+        dedup = self.dedup if runtime.world_size > 1 else ()
+        once = SentOnce(config.train.batch_size, self.rows_once, dedup) if self.rows_once or dedup else None
 
         def find_stats() -> list[TableStats]:
             found = measure_stats(
@@ -219,7 +256,7 @@ class Job:
                 config.autoshard.stats_batches,
                 data.features,
                 on_bad_id=config.data.on_bad_id,
-                once_in=config.train.batch_size if self.rows_once else None,
+                once=once,
             )
             return [stats for table, stats in zip(data.features.tables, found, strict=True) if table in tables]
 

@@ -97,6 +97,7 @@ class TrainingState:
             sample=position.sample,
             plan=self.embeddings.plan.to_json(),
             replicated=self._replicated,
+            dedup=[*(self.embeddings.dedup.chosen or ())],
             columns=self.columns,
             table_updates=self.embeddings.updates,
             optimizer_steps=self.dense.optimizer_steps,

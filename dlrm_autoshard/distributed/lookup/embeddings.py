@@ -21,9 +21,9 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.lookup.columns import Clipping, Means
+from dlrm_autoshard.distributed.lookup.dedup import Dedup
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
-from dlrm_autoshard.distributed.lookup.filled_bags import Dedup
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.link_speed import SLOW_FOR_IDS, mb_per_s
 from dlrm_autoshard.distributed.lookup.replicas import Replicas
@@ -63,12 +63,12 @@ class ShardedEmbeddings:
         streams: SideStreams | None = None,
         replicated: Collection[str] = (),
         rows_once: bool | None = False,
-        dedup: Collection[str] = (),
+        dedup: Collection[str] | None = (),
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
         checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. tables: with
         what looks them up, where features share some. replicated: in no plan. rows_once: None: by the first batch.
-        dedup: tables whose pooled features send each id once (filled_bags.py)."""
+        dedup: tables whose pooled features send each id once (dedup.py). None: by the first batch."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
         self.config, self.rank, self.device = config, rank, device

@@ -7,59 +7,21 @@ adds the gradients of one bag's samples up, in the batch's order, before they tr
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.data.bags_once import SameBags, bags_once
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.data.features import Features, near_to
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending, with_margin, without_margin
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
-from dlrm_autoshard.distributed.lookup.sequences import Asked
-from dlrm_autoshard.errors import UserError
 
 # Axes: B samples a rank, W ranks, L lookups of pooled features, K chunks of their columns, as wide as all shards allow.
 # Vectors travel by chunk of columns, then by bag.
 
 
-class Dedup:
-    """Sends the ids of these tables once each, where their features are pooled and the job has several ranks."""
-
-    def __init__(
-        self, features: Features, tables: Collection[str], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        """UserError where there is no such table, or on a GPU."""
-        names = [table.name for table in features.tables]
-        for name in tables:
-            if name not in names:
-                raise UserError(f"dedup names table '{name}', which the model does not have.{near_to(name, names)}")
-        if tables and device.type != "cpu":
-            raise UserError("dedup sends each id once between CPU ranks (run.device: cpu). Leave it out on a GPU.")
-        found = [i for i in features.output_order() if names[features.table_of[i]] in tables]
-        self._features = found if dist.get_world_size(group) > 1 else []
-        self._chunks: _Chunks | None = None  # of the newest exchange
-
-    def asked(self, asked: Asked) -> Asked:
-        """Returns one rank's batch with each id of these tables once."""
-        if not self._features:
-            return asked
-        sent, bags = bags_once(asked.sent, self._features)
-        return replace(asked, sent=sent, bags=bags)
-
-    def exchange_of(self, exchange: Exchange, ids: LocalIds, asked: Asked) -> Exchange | FilledBags:
-        """Returns what brings one batch's pooled vectors to the ranks that asked, and their gradients back."""
-        if asked.bags is None:
-            return exchange
-        if self._chunks is None or self._chunks.exchange is not exchange:
-            self._chunks = _Chunks(exchange)
-        return FilledBags(self._chunks, ids, asked.sent, asked.bags)
-
-
-class _Chunks:
+class Chunks:
     """Chunks of pooled vectors under one plan. own: numbers of this rank's pooled lookups, and their widths in chunks;
     asked: numbers of all ranks', among the features that are sent; of_rank: chunks from each rank. By chunk that
     arrives: its feature, and its place in the output. columns_to_places: chunks of all owners' columns, and where each
@@ -86,10 +48,26 @@ class _Chunks:
             self.place_K[columns] = places
 
 
+def made_up_bags(exchange: Exchange, different_F: Sequence[int], size: int) -> FilledBags:
+    """Returns the exchange of a batch of `size` samples a rank, with so many different ids of each feature, on every
+    rank: for measuring what that takes."""
+    rows_F = [feature.num_embeddings for feature in exchange.features.features]
+    pairs = zip(different_F, rows_F, strict=True)
+    ids = torch.cat([torch.arange(size) % different * rows // different for different, rows in pairs])
+    lengths_FB = torch.ones(len(rows_F), size, dtype=torch.int32)
+    none = torch.zeros(size, 0)
+    sent, same = bags_once(Batch(none, lengths_FB, ids, none.sum(1), size, size), range(len(rows_F)))
+    first, end = exchange.table_ranges[exchange.rank]
+    lengths_LB = exchange.row_ranges.split(sent).lengths_TB[exchange.owners_order[first:end]]
+    lengths_LWB = lengths_LB[:, None].expand(-1, exchange.world_size, -1)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_LWB.reshape(-1).cumsum(0)])
+    return FilledBags(Chunks(exchange), LocalIds(sent.values_N, offsets, size), sent, same)
+
+
 class FilledBags:
     """The exchange of one batch's vectors and their gradients, with `Exchange`'s methods."""
 
-    def __init__(self, chunks: _Chunks, ids: LocalIds, sent: Batch, same: SameBags) -> None:
+    def __init__(self, chunks: Chunks, ids: LocalIds, sent: Batch, same: SameBags) -> None:
         """ids: those of this rank's tables. sent: what this rank has asked for; same: how its samples are in it."""
         self._exchange, self._size = exchange, size = chunks.exchange, ids.batch_size
         lengths_LWB = ids.offsets.diff().view(exchange.num_local, exchange.world_size, size)[chunks.own]

@@ -37,7 +37,7 @@ class SentIds:
 
     def __init__(self, batch: Batch, embeddings: ShardedEmbeddings) -> None:
         self.batch, self.embeddings = batch, embeddings
-        self.asked = embeddings.dedup.asked(embeddings.rows_once.asked(batch))
+        self.asked = embeddings.dedup.asked(embeddings.rows_once.asked(batch), embeddings.exchange)
         self.looked_up: Callable[[], None] | None = None
         """Called once, when vectors are on their way, and there is time for something else."""
         self._on_the_way: IdDistribution | DeviceIdDistribution | None = None

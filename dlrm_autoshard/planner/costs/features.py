@@ -71,7 +71,7 @@ def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size:
         raw, np.array([s.mean_reuse for s in stats]), np.array([float(s.batch_size) for s in stats]), batch_size
     )
     working_set = distinct * row_bytes
-    bags = np.array([s.features for s in stats]) * batch_size
+    bags = np.array([max(1, s.features) for s in stats]) * batch_size  # empty ones are looked up, too
     l2_miss, l3_miss, far = (_overflow(x, mib) for x, mib in ((working_set, 1), (working_set, 32), (size, 256)))
     columns = (
         np.full(len(tables), 1e3),

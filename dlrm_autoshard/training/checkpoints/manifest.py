@@ -91,13 +91,14 @@ class SavedTensor(_Strict):
 
 class SavedState(_Strict):
     """How far training had come. plan: that of the ranks that wrote it. replicated: tables that it does not place, for
-    each rank had a copy. columns: of the data, in the model's order."""
+    each rank had a copy. dedup: tables that send each id once. columns: of the data, in the model's order."""
 
     step: Count
     epoch: Count = 0
     sample: Count = 0
     plan: dict[str, Any] | None = None
     replicated: list[str] = []
+    dedup: list[str] = []
     columns: Columns | None = None
     table_updates: Count = 0
     optimizer_steps: Annotated[int, Field(ge=0, le=2**53)] = 0
