@@ -1,8 +1,7 @@
-"""How fast one GPU is, in one command: `dlrm-autoshard bench gpu-all --json`. Whether it is right: tests/test_gpu.py.
+"""Measures how fast one GPU is; tests/test_gpu.py tests whether it is right.
 
-Needs CUDA and fbgemm-gpu. Each section of gpu_sections.py runs in a process of its own under a time limit, so that one
-failure costs one section. What they find goes to `runs/gpu-all/<section>.json` as it is found, and into this command's
-record at the end.
+Each section of gpu_sections.py runs in its own process under a time limit, so that a failure costs one section. Results
+go to `runs/gpu-all/<section>.json`, and into the record at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LIMITS = {
 }
 """Seconds for each section."""
 GRACE = 30
-"""Seconds more until a section is ended: to load libraries, and for what it had begun when its time was up."""
+"""Seconds beyond its limit until a section is ended: for loading libraries and finishing what it has begun."""
 TARGETS = {
     "peer.w_small: over the fastest of them": ">= 1",
     "peer.w_emb: over the fastest of them": ">= 1",
@@ -49,7 +48,7 @@ def run(quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     spread: dict[str, list[float]] = {}
     notes, failed = [], 0
-    for section, limit in LIMITS.items():  # one after another: they are timed
+    for section, limit in LIMITS.items():  # one at a time: they measure time
         found, failure = run_section(section, out, limit / 3 if quick else limit)
         figures |= {f"{section}.{key}": value for key, value in found.items() if isinstance(value, int | float)}
         spread |= {f"{section}.{key}": interval for key, interval in found.get("spread", {}).items()}
@@ -64,7 +63,7 @@ def run(quick: bool) -> dict[str, Any]:
 def judged(
     figures: dict[str, Any], failed: int, notes: list[str], spread: dict[str, list[float]] | None = None
 ) -> dict[str, Any]:
-    """Not met where a section failed, or did not find what there is a target for."""
+    """Returns the outcome, with targets that are missed where a section failed or lacks their figure."""
     targets = TARGETS | {"sections_failed": "<= 0"}
     return {
         "figures": figures | {"sections_failed": failed},
@@ -75,7 +74,7 @@ def judged(
 
 
 def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], str | None]:
-    """Returns the section's output, and what went wrong if anything did."""
+    """Returns the section's results, and what went wrong, if anything."""
     target = out / f"{section}.json"
     target.unlink(missing_ok=True)
     started = time.monotonic()
@@ -84,7 +83,7 @@ def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], 
     with log.open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            # Sections budget themselves; this is for one that hangs.
+            # Sections keep to their limit; this ends one that hangs.
             if process.wait(timeout=limit + GRACE):
                 failure = (log.read_text().strip().splitlines() or ["no message"])[-1]
         except subprocess.TimeoutExpired:
@@ -94,13 +93,13 @@ def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], 
                 _end(process)
     found = json.loads(target.read_text()) if target.exists() else {}
     if not found:
-        failure = failure or "it ended without a word of what it found"
+        failure = failure or "it ended without results"
     found["seconds"] = round(time.monotonic() - started, 1)
     return found, failure
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """And what it started: ranks of a section would run on beside the next one, which is timed."""
+    """Ends the section and all that it started, which would otherwise disturb the next section's timing."""
     os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)

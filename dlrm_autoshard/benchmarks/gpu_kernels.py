@@ -31,8 +31,8 @@ BATCH_SIZE = 16_384
 
 
 def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """Fused shards of 1 to 50 tables, forward and backward, until time is up; a cost model on them. What is measured
-    is what `python -m dlrm_autoshard.probe.collect --device cuda` measures."""
+    """Measures fused shards of 1 to 50 tables until time is up, as `python -m dlrm_autoshard.probe.collect --device
+    cuda` does, and fits a cost model to them."""
     path = folder / "shards.jsonl"
     path.unlink(missing_ok=True)
     collect(path, 4000, 0.7 * seconds, torch.device("cuda"))
@@ -44,8 +44,10 @@ def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """As in the paper, tasks of 20 to 100 tables of one dim on 4 devices, by every algorithm: on measured computation,
-    exchanges by an assumed law. Each task begins as a job does, with tables measured alone."""
+    """Compares all algorithms on tasks of 20 to 100 tables of one dim on 4 devices, as in DreamShard's paper.
+
+    Computation is measured, exchanges follow an assumed law. Each task starts as a job does: tables are measured alone.
+    """
     deadline = time.monotonic() + seconds
     pool = synthetic_pool(120, seed=31, batch_size=BATCH_SIZE, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
     probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02, most_kept_ids=1_000_000_000)
@@ -65,7 +67,7 @@ def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def _costs_of_plans(tables: TablePool, probe: ShardProbe, seed: int) -> dict[str, float]:
-    """ms of a step of each algorithm's plan, all of whose shards are measured anew."""
+    """Returns ms of a step of each algorithm's plan; all shards are measured again for it."""
     task = PlacementTask.build(tables.tables, tables.stats, Topology(4), batch_size=BATCH_SIZE)
     started = Planner("auto", seed=seed)
 
@@ -83,12 +85,12 @@ def _costs_of_plans(tables: TablePool, probe: ShardProbe, seed: int) -> dict[str
     for name in (*HEURISTICS, *LEARNED):
         planner = Planner(name, seed=seed)
         planner.load_state_dict(started.state_dict())
-        plans[name] = planner.plan(task, measure=isolated().measure, budget_seconds=5.0).plan  # by `auto` alone
+        plans[name] = planner.plan(task, measure=isolated().measure, budget_seconds=5.0).plan  # only `auto` measures
     return dict(zip(plans, (step_cost_ms(one.ranks) for one in isolated().measure(list(plans.values()))), strict=True))
 
 
 def compared(count: int, costs: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """How many times as fast plans are, by the mean of tasks of so many tables; and the intervals of that."""
+    """Returns how many times as fast plans are in the mean task of `count` tables, and the intervals."""
     best = min(set(costs) - {*LEARNED, "random"}, key=lambda name: fmean(costs[name]))
     ratios = {
         f"{count}_tables_{name}_speedup_over_random": ratio_of_means(costs["random"], costs[name]) for name in costs

@@ -1,6 +1,4 @@
-"""Sections of `bench gpu-all` that time steps: interleaved with TorchRec on the same batches, interleaved with what
-else one may choose, and stage by stage beside what the micro-benchmark measures, with how much of the copying is
-hidden."""
+"""Sections of `bench gpu-all` that time steps: against TorchRec, between our own settings, and stage by stage."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ WORKLOADS = {
 
 
 def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """Both of train-wemb's and train-wsmall's workloads at a GPU's batch size, from pinned memory, over nccl."""
+    """Compares us with TorchRec on W-emb and W-small with a GPU's batch size, from pinned memory, over nccl."""
     device = _join()
     found["spread"] = {}
     if missing := find_torchrec():
@@ -50,8 +48,8 @@ def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """Speeds with products of fewer bits, without CUDA graphs, and with tables in host memory behind a cache (a fifth
-    of the rows): over fp32 and tables on the device, interleaved on the same batches."""
+    """Measures speed over that of fp32 with tables on the device: with tf32 and bf16, without CUDA graphs, and with
+    tables in host memory behind a cache of a fifth of the rows."""
     device = _join()
     found["spread"] = {}
     for name, workload in WORKLOADS.items():
@@ -75,8 +73,8 @@ def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """Times of real steps' stages on the device, planners' times for ids drawn on throwaway tables, and the share of
-    the time in which batches travel to the device while other kernels run."""
+    """Measures stages of real steps, the planner's probe of the same stages on throwaway tables, and the share of the
+    time of copies to the device in which kernels run."""
     device = _join()
     for name, workload in WORKLOADS.items():
         job = OurJob(workload, workload.plan(1), 0, [batch.pinned() for batch in workload.batches()], device=device)
@@ -99,11 +97,11 @@ def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 Span: TypeAlias = tuple[float, float]
-"""Start and end, in any one unit."""
+"""Start and end, in one unit."""
 
 
 def covered_share(spans: Iterable[Span], others: Iterable[Span]) -> float:
-    """Part of the time of `spans` (each begins when the one before has ended) in which one of `others` goes on."""
+    """Returns the share of the time of `spans`, which do not overlap, in which one of `others` runs."""
     merged: list[list[float]] = []
     for start, end in sorted(others):
         if merged and start <= merged[-1][1]:
@@ -116,7 +114,7 @@ def covered_share(spans: Iterable[Span], others: Iterable[Span]) -> float:
 
 
 def _copies_and_kernels(job: OurJob) -> tuple[list[Span], list[Span]]:
-    """Returns copies to the device and all that computes on it, by a trace of some steps."""
+    """Traces some steps; returns copies to the device, and kernels that compute on it."""
     with torch.profiler.profile() as profiler:
         job.run(STEPS)
         torch.cuda.synchronize()

@@ -1,9 +1,9 @@
-"""The sections of `bench gpu-all`: each takes a folder to work in and its seconds, and puts into `found` what it finds.
+"""Runs a section of `bench gpu-all`: a function of a folder to work in, its seconds, and `found`, where results go.
 
     python -m dlrm_autoshard.benchmarks.gpu_sections peer result.json 45
 
-Figures are numbers (with a 95% interval of some in "spread"), explanations strings; anything else (curves, tables)
-stays in the section's file. What was found before a section failed, or was told to end, is written all the same.
+Figures are numbers (some with a 95% interval in "spread"), explanations are strings; anything else stays in the
+section's file. What was found before a section failed or was ended is written all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times the exchanges of plans on real ranks: vectors there and gradients back, with the training step's code.
+"""Times the exchanges of plans on real ranks: vectors forward and gradients back, with the training step's code.
 
 rounds = exchange_ms(task, [plan, other], rounds=4, cores=[0, 1])
 rounds[0][1]                                       # ([fwd ms by rank], [bwd ms by rank]) of the other plan, first round
@@ -23,7 +23,7 @@ Times = tuple[list[float], list[float]]
 
 
 def exchange_ms(task: PlacementTask, plans: Sequence[ShardingPlan], rounds: int, cores: list[int]) -> list[list[Times]]:
-    """By round and plan: each rank's median of some exchanges, each behind a barrier. Plans take turns."""
+    """Returns each rank's median of some exchanges, each after a barrier, by round and plan; plans are interleaved."""
     by_rank = run_ranks(_rank, task.world_size, task, list(plans), rounds, timeout=600, cores=cores)
     return [
         [tuple([ranks[n][p][i] for ranks in by_rank] for i in (0, 1)) for p in range(len(plans))]  # type: ignore[misc]

@@ -39,7 +39,8 @@ NOTABLY_SLOWER = 0.4
 
 @dataclass(frozen=True)
 class Link:
-    """From a host's ranks, all at once, to another's; or among one host's own. mb_per_s: of 4 MB, latency included."""
+    """Bandwidth from all of a host's ranks at once to another host's, or among one host's own. mb_per_s: MB/s of 4 MB,
+    latency included."""
 
     sender: int
     receiver: int
@@ -49,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """hosts: of each rank; names: of each host."""
+    """Links and exchanges of a job's ranks. hosts: the host of each rank; names: of each host."""
 
     hosts: tuple[int, ...]
     names: tuple[str, ...]
@@ -58,7 +59,7 @@ class Network:
 
 
 def measure(runtime: Runtime, quick: bool) -> Network:
-    """Collective."""
+    """Measures all links, then exchanges of a training step. Collective."""
     if runtime.world_size == 1:
         raise UserError("one rank has no network. bench network --ranks 2, or torchrun on all machines of a job.")
     places = runtime.all_gather((host_id(), platform.node()))
@@ -78,7 +79,7 @@ def measure(runtime: Runtime, quick: bool) -> Network:
 
 
 def _milliseconds(runtime: Runtime, pairs: list[tuple[int, int]], values: int, repeats: int) -> float:
-    """Until all have what the first of each pair sends the second."""
+    """Returns the milliseconds until the first of each pair has sent so many values to the second."""
     sends = [values * ((runtime.rank, other) in pairs) for other in range(runtime.world_size)]
     receives = [values * ((other, runtime.rank) in pairs) for other in range(runtime.world_size)]
     sent, received = (torch.zeros(sum(each), device=runtime.device) for each in (sends, receives))
@@ -92,7 +93,7 @@ def _milliseconds(runtime: Runtime, pairs: list[tuple[int, int]], values: int, r
 
 
 def _median_ms(runtime: Runtime, function: Callable[[], object], repeats: int) -> float:
-    """The first is to warm up."""
+    """Returns the median of some calls, after one that warms up."""
     times = []
     for _ in range(1 + repeats):
         runtime.barrier()
@@ -121,7 +122,7 @@ def _exchanges(runtime: Runtime, hosts: tuple[int, ...], repeats: int) -> list[C
 
 
 def keep(found: Network, runtime: Runtime, costs_dir: Path) -> Path:
-    """Where a job's start, with autoshard.cache_dir there, reads exchanges from; returns the folder."""
+    """Writes exchanges to the folder, where jobs with autoshard.cache_dir there read them; returns the folder."""
     for optimizer in get_args(TableOptimizer):
         ranks = {"world_size": runtime.world_size, "optimizer": optimizer}
         exchange = {"exchange": f"{ExchangeDtypes()} by shared memory"}
@@ -130,7 +131,7 @@ def keep(found: Network, runtime: Runtime, costs_dir: Path) -> Path:
 
 
 def in_words(found: Network) -> str:
-    """A line a link, the slow ones named."""
+    """Describes each link in a line, marks slow ones, and adds a line on exchanges."""
     lines = [f"{count(len(found.hosts), 'rank')} on {count(len(found.names), 'host')}"]
     for within in (True, False):
         links = [link for link in found.links if (link.sender == link.receiver) == within]

@@ -1,9 +1,9 @@
-"""TorchRec on the same workloads: the peer that people would pick instead.
+"""TorchRec on the same workloads.
 
     job = TorchrecJob(W_EMB, batches)
     seconds = job.run(10)
 
-It is no dependency of ours: `find_torchrec` says where it is taken from.
+TorchRec is no dependency; `find_torchrec` says where it is taken from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_torchrec() -> str | None:
 
 
 def embedding_bags(tables: Sequence[TableConfig]) -> Any:
-    """Theirs of these tables, without memory until they are sharded."""
+    """Returns TorchRec's module of these tables, which gets memory when it is sharded."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     configs = [
@@ -69,8 +69,10 @@ def its_planner(
     device: str,
     local_world_size: int | None = None,
 ) -> Any:
-    """TorchRec's planner as it comes, for whole tables with fused kernels, told each table's mean pooling. batch_size:
-    a rank. local_world_size: ranks of a host; None for all."""
+    """Returns TorchRec's planner for whole tables with fused kernels, given each table's mean pooling.
+
+    batch_size: of a rank. local_world_size: ranks of a host; None for all.
+    """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingType
@@ -90,7 +92,7 @@ def its_planner(
 
 
 def its_placement(task: PlacementTask) -> list[int]:
-    """Each table's rank by TorchRec's planner, on GPUs; needs no ranks."""
+    """Returns each table's rank by TorchRec's planner for GPUs; needs no ranks."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     hosts = task.topology.hosts or (0,) * task.world_size
@@ -118,8 +120,11 @@ def sharded(
     check_ids: bool,
     device: torch.device = torch.device("cpu"),
 ) -> tuple[Any, Any]:
-    """The model on all ranks, and TorchRec's plan of it. batch_size: a rank. module: the name of the tables' in the
-    model. plan: ours, or one of TorchRec's kind; None for that of TorchRec's planner. Collective."""
+    """Returns the sharded model and TorchRec's plan of it. Collective.
+
+    batch_size: of a rank. module: the name of the tables' module in the model. plan: ours or TorchRec's; None for that
+    of TorchRec's planner.
+    """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -149,16 +154,15 @@ def sharded(
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that no fused optimizer updates."""
+    """Returns the parameters that no fused optimizer updates."""
     return [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
 
 
 class TorchrecJob:
-    """One rank's trainer on a workload. Collective: every rank makes one, with its own slices of the batches.
+    """One rank's TorchRec trainer on a workload, over its own slices of the batches. Collective.
 
-    Its own DLRM, planner (table-wise, fused kernel; told each table's mean pooling) and row-wise Adagrad, SGD on the
-    dense part. As it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds check
-    of ids in every lookup, which our loader does beside the step instead; so it can be had without that check, too.
+    It has TorchRec's DLRM, planner (table-wise, fused kernels, given each table's mean pooling) and row-wise Adagrad,
+    SGD on the dense part, DDP with a static graph, and int32 ids.
     """
 
     def __init__(
@@ -171,8 +175,9 @@ class TorchrecJob:
         pipeline: bool = False,
         device: torch.device = torch.device("cpu"),
     ) -> None:
-        """plan: None for that of its own planner. pipeline: its own (TrainPipelineSparseDist), which on a CPU only
-        starts the next batch's exchange earlier. On a GPU batches are in pinned memory."""
+        """plan: None for that of TorchRec's planner. check_ids: with fbgemm's check of ids in each lookup, as TorchRec
+        comes; our loader does that beside the step. pipeline: with TrainPipelineSparseDist, which on a CPU only starts
+        the next batch's exchange earlier. On a GPU batches are in pinned memory."""
         reason = find_torchrec()
         if reason is not None:
             raise ModuleNotFoundError(reason)
@@ -203,7 +208,7 @@ class TorchrecJob:
         )
         self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         keys = [table.name for table in workload.tables]
-        # A jagged tensor remembers its offsets; a real loader's batches are new each time, and so are ours.
+        # A jagged tensor remembers its offsets, so each step gets a new one, as from a real loader.
         self._fresh_batches = (
             _Batch(b.dense_BF, KeyedJaggedTensor(keys, b.values_N, lengths=b.lengths_TB.flatten()), b.labels_B)
             for b in itertools.cycle(batches)
@@ -212,7 +217,7 @@ class TorchrecJob:
         self._device = device
 
     def run(self, steps: int) -> float:
-        """Seconds that so many steps took."""
+        """Returns the seconds that so many steps take."""
         started = time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -230,7 +235,7 @@ class TorchrecJob:
 
 
 class _Batch:
-    """A batch as DLRMTrain takes it."""
+    """A batch in the form that DLRMTrain takes."""
 
     def __init__(self, dense_features: torch.Tensor, sparse_features: Any, labels: torch.Tensor) -> None:
         self.dense_features, self.sparse_features, self.labels = dense_features, sparse_features, labels

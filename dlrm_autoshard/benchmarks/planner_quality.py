@@ -1,14 +1,16 @@
-"""Do the planner's plans cost less than the heuristics', measured, on tasks whose tables the planner never saw?
+"""Measures the planner's plans against every heuristic's, on tasks whose tables the planner has never seen.
 
-Some minutes a task, so rows are kept in runs/planner-quality, with every round and the commit: the benchmark goes on
-where it was stopped, and what was done till then has its record. `planner_quality_record` makes figures of rows.
+A task takes some minutes, so its row, with every round and the commit, is kept in runs/planner-quality: the benchmark
+continues where it was stopped. `planner_quality_record` makes figures of the rows.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.replay import CommsSample, comms_of
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
+from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.planner.search.local_search import search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
@@ -54,8 +57,8 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.num_tables}x{self.num_devices}"
 
-    def task(self, index: int) -> TablePool:
-        """The index-th held-out task: tables that no cost model was fitted to."""
+    def tables(self, index: int) -> TablePool:
+        """Returns the index-th task's tables, to which no cost model was fitted."""
         pool = synthetic_pool(428, seed=11, batch_size=BATCH_SIZE)
         generator = np.random.default_rng((self.num_tables, self.num_devices, index))
         return pool.chosen(sorted(generator.choice(len(pool), self.num_tables, replace=False).tolist()))
@@ -75,31 +78,30 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
-    """Plans one task with every algorithm and measures all plans, interleaved.
+    """Plans one task with every algorithm, and returns the measured stages of all plans, interleaved.
 
-    Every shard is timed with fbgemm on one core. Exchanges are measured on real ranks where these are no more than
-    MOST_REAL_RANKS; for more they follow the planner's own model, and the row says so. The cost model is the shipped
-    one (fitted to other tables). `auto` begins as a job does: it measures tables alone, then its finalists; what real
-    ranks' exchanges take it learns of a few drawn plans, for its finalists are measured without ranks. Then every
-    plan of the task, its finalists included, is measured anew, interleaved and `ROUNDS` times, and only that counts: a
-    plan that was lucky in the first measurement gains nothing by it.
+    Shards are timed with fbgemm on one core. Exchanges are measured on up to MOST_REAL_RANKS real ranks; for more
+    ranks they follow the planner's own model, and the row says so. The cost model is the shipped one, fitted to other
+    tables. `auto` starts as in a job: it measures tables alone, then its finalists. It learns what exchanges take from
+    a few drawn plans, because its finalists are measured without ranks. All plans are measured again afterwards, and
+    only that counts, so a plan gains nothing by a lucky first measurement.
     """
     began = time.perf_counter()
-    task = cell.task(index)
-    problem = PlacementTask.build(task.tables, task.stats, Topology(cell.num_devices), batch_size=BATCH_SIZE)
-    # Many short measurements in turns: a slow stretch of the machine is longer than a shard's measurement.
+    tables = cell.tables(index)
+    task = PlacementTask.build(tables.tables, tables.stats, Topology(cell.num_devices), batch_size=BATCH_SIZE)
+    # Many short measurements in turn: a slow stretch of the machine is longer than a shard's measurement.
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
+    isolated = partial(IsolatedProbe, tables.tables, tables.stats, BATCH_SIZE, probe)
     predictor, started = warm_planner("auto"), warm_planner("auto")
-    splitting = replace(problem, splits=Splits(max_parts=4, min_dim=16))
+    splitting = replace(task, splits=Splits(max_parts=4, min_dim=16))
     real = cell.num_devices <= MOST_REAL_RANKS
     if real:
-        started.costs.learn(_exchanges_of_drawn_plans(problem), updates=0)
-    isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, started.costs.exchange)
+        started.costs.learn(_exchanges_of_drawn_plans(task), updates=0)
     start_costs(
         started,
         splitting,
         fingerprint=hardware_fingerprint(),
-        measure_shards=isolated.measure_shards,
+        measure_shards=isolated(started.costs.exchange).measure_shards,
     )
     plans: dict[str, ShardingPlan] = {}
     for algorithm in (*KEYS, *LEARNED, SPLIT):
@@ -107,29 +109,15 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         planner = warm_planner("auto" if measures else algorithm)
         if measures:
             planner.load_state_dict(started.state_dict())
-        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, started.costs.exchange, rounds=3)
-        wanted = splitting if algorithm == SPLIT else problem
-        plans[algorithm] = planner.plan(wanted, measure=isolated.measure if measures else None).plan
-    isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
-    isolated.measure([ShardingPlan({table.name: rank for rank, table in enumerate(task.tables)}, len(task.tables))])
-    times = [median_time(isolated.shard_times[frozenset({table.name})]) for table in task.tables]
-    alone_T2 = np.array([[one.fwd_compute_ms, one.bwd_compute_ms] for one in times])
-    plans[ADDED_UP] = problem.plan_from(search(problem, AddedUp(problem, started.costs, alone_T2)))
-    shards = sorted(
-        {frozenset(plan.tables_on(r)) for plan in plans.values() for r in range(cell.num_devices)}, key=sorted
-    )
-    judge = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange)
+        finalists = isolated(started.costs.exchange, rounds=3).measure if measures else None
+        plans[algorithm] = planner.plan(splitting if algorithm == SPLIT else task, measure=finalists).plan
+    plans[ADDED_UP] = _added_up(task, isolated(predictor.costs.exchange, rounds=3), started)
     stages: dict[str, list[list[list[float]]]] = {algorithm: [] for algorithm in plans}
-    for number in range(ROUNDS):
-        judge.shard_times.clear()
-        for position in np.random.default_rng(number).permutation(len(shards)):
-            judge.measure_shard(shards[position])
-        for algorithm, plan in plans.items():
-            ranks = judge.profile(plan).ranks
+    for ranks_of in _measured(isolated(predictor.costs.exchange), plans):
+        for algorithm, ranks in ranks_of.items():
             stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
     if real:
-        measured = exchange_ms(problem, list(plans.values()), ROUNDS, _CORES)
-        for number, by_plan in enumerate(measured):
+        for number, by_plan in enumerate(exchange_ms(task, list(plans.values()), ROUNDS, _CORES)):
             for algorithm, (forward, backward) in zip(plans, by_plan, strict=True):
                 for row, there, back in zip(stages[algorithm][number], forward, backward, strict=True):
                     row[1], row[2] = round(there, 4), round(back, 4)
@@ -139,14 +127,24 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         "task": index,
         "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES
         "predicted_at_start_ms": {  # tables measured alone
-            algorithm: step_cost_ms(started.predict(problem, plan)) for algorithm, plan in plans.items()
+            algorithm: step_cost_ms(started.predict(task, plan)) for algorithm, plan in plans.items()
         },
         "seconds": time.perf_counter() - began,
     }
 
 
+def _measured(judge: IsolatedProbe, plans: dict[str, ShardingPlan]) -> Iterator[dict[str, tuple[RankCost, ...]]]:
+    """Yields each plan's costs by rank, round by round. A round measures all plans' shards once, in a drawn order."""
+    shards = sorted({frozenset(p.tables_on(r)) for p in plans.values() for r in range(p.world_size)}, key=sorted)
+    for number in range(ROUNDS):
+        judge.shard_times.clear()
+        for position in np.random.default_rng(number).permutation(len(shards)):
+            judge.measure_shard(shards[position])
+        yield {algorithm: judge.profile(plan).ranks for algorithm, plan in plans.items()}
+
+
 def _exchanges_of_drawn_plans(task: PlacementTask) -> list[CommsSample]:
-    """Exchanges of plans that nobody made, so that none that is judged was measured."""
+    """Measures exchanges of plans drawn at random, so that no plan that is judged was measured."""
     generator = np.random.default_rng(0)
     plans = [task.plan_from(generator.integers(task.world_size, size=len(task.units))) for _ in range(DRAWN_PLANS)]
     samples = []
@@ -157,8 +155,16 @@ def _exchanges_of_drawn_plans(task: PlacementTask) -> list[CommsSample]:
     return samples
 
 
+def _added_up(task: PlacementTask, probe: IsolatedProbe, started: Planner) -> ShardingPlan:
+    """Returns the plan of a search for which a rank computes as long as its tables take alone, measured."""
+    probe.measure([ShardingPlan({name: rank for rank, name in enumerate(task.names)}, len(task.names))])
+    times = [median_time(probe.shard_times[frozenset({name})]) for name in task.names]
+    alone_T2 = np.array([[one.fwd_compute_ms, one.bwd_compute_ms] for one in times])
+    return task.plan_from(search(task, AddedUp(task, started.costs, alone_T2)))
+
+
 class AddedUp(TaskCosts):
-    """As if a rank computed for as long as each of its tables takes alone, measured: no fusion, nothing learned."""
+    """Costs that add up over tables measured alone: no fusion, nothing learned."""
 
     def __init__(self, task: PlacementTask, costs: LearnedCosts, alone_T2: np.ndarray) -> None:
         super().__init__(task, costs.cost_model, costs.exchange)

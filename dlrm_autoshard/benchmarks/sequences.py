@@ -1,8 +1,8 @@
-"""Sequences: our step beside TorchRec's EmbeddingCollection, and beside plain PyTorch on one rank; rows once each.
+"""Sequences: our step against TorchRec's EmbeddingCollection on two ranks, and against plain PyTorch on one.
 
-Two tables of 200,000 rows of dim 64, histories of 50 Zipf-distributed ids, 512 samples on each of two ranks, row-wise
-Adagrad: lookup, exchange, backward and update, the gradient given. TorchRec is measured in each of its shardings,
-pipelined, over gloo; the fastest one counts. Its own deduplication has no CPU kernel (`jagged_unique_indices`).
+Two tables of 200,000 rows, dim 64, histories of 50 Zipf-distributed ids, 512 samples a rank, row-wise Adagrad: lookup,
+exchange, backward and update, with a given gradient. TorchRec runs pipelined over gloo in each of its shardings; the
+fastest counts. It has no CPU kernel for sending rows once (`jagged_unique_indices`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlrm_autoshard.tables import TableConfig
 
 TITLE = "sequences: a step over TorchRec's EmbeddingCollection, over plain PyTorch, and rows once each"
 ROUGH_TIME = "5 min"
-STEPS = 3  # of one, before it is the other's turn
+STEPS = 3  # of a variant before the next one's turn
 BATCH, LENGTH, DIM, ROWS, ALPHA = 512, 50, 64, 200_000, 1.05
 TABLES = (TableConfig("clicks", ROWS, DIM), TableConfig("likes", ROWS, DIM))
 NAMES = [table.name for table in TABLES]
@@ -76,7 +76,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def batches_of(rank: int, alpha: float = ALPHA, count: int = 8) -> list[Batch]:
-    """Histories of exactly LENGTH ids, of every table."""
+    """Returns batches with histories of exactly LENGTH ids in every table."""
     source = drawn(TABLES, [LENGTH] * len(TABLES), alpha, train_samples=10**6)
     ids = [source.read("train", 0, first * BATCH, (first + 2) * BATCH) for first in range(2 * rank, 99, 4)[:count]]
     lengths_TB, made = torch.full((len(TABLES), BATCH), LENGTH, dtype=torch.int32), list[Batch]()
@@ -88,14 +88,14 @@ def batches_of(rank: int, alpha: float = ALPHA, count: int = 8) -> list[Batch]:
 
 
 def gradient_of(batch: Batch) -> Tensor:
-    """Returns the gradient [N, DIM] of each table's vectors, the same in every step."""
+    """Returns the gradient [N, DIM] of each table's vectors, equal in all steps."""
     return 1e-3 * torch.randn(len(batch.values_N) // len(TABLES), DIM, generator=torch.Generator().manual_seed(0))
 
 
 def our_steps(
     rank: int, world_size: int, batches: list[Batch], *, rows_once: bool | None, shared_memory: bool
 ) -> tuple[Step, ShardedEmbeddings]:
-    """A step that sends the next batch's ids ahead."""
+    """Returns our step, which sends the next batch's ids ahead, and its tables."""
     group, id_group, control = make_groups()
     cpu, turns, gradient_ND = torch.device("cpu"), itertools.cycle(batches), gradient_of(batches[0])
     embeddings = ShardedEmbeddings(
@@ -122,7 +122,7 @@ def our_steps(
 
 
 def their_steps(batches: list[Batch], kind: str) -> Step:
-    """TorchRec's, in its pipeline."""
+    """Returns TorchRec's step, in its pipeline."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -166,7 +166,7 @@ def their_steps(batches: list[Batch], kind: str) -> Step:
 
 
 class _Theirs(nn.Module):
-    """Its loss is of the given gradient."""
+    """TorchRec's module with a loss that has the given gradient."""
 
     def __init__(self, collection: nn.Module, gradient_ND: Tensor) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Theirs(nn.Module):
 
 
 class _GivenGradient(torch.autograd.Function):
-    """A loss of zero whose gradient costs nothing."""
+    """A loss of zero whose given gradient takes no time to compute."""
 
     @staticmethod
     def forward(ctx: Any, gradient_ND: Tensor, *values: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _GivenGradient(torch.autograd.Function):
 
 
 def plain_steps(batches: list[Batch]) -> Step:
-    """nn.Embedding with sparse gradients, and row-wise Adagrad of the rows that they have."""
+    """Returns a step of nn.Embedding with sparse gradients and row-wise Adagrad on the rows that they touch."""
     tables = [nn.Embedding(ROWS, DIM, sparse=True) for _ in TABLES]
     sums = [torch.zeros(ROWS, 1) for _ in TABLES]
     turns, gradient_ND = itertools.cycle(batches), gradient_of(batches[0])
@@ -229,7 +229,7 @@ def _two_ranks(rank: int, world_size: int, with_torchrec: bool, rounds: int) -> 
 
 
 def exchanged(sent: Batch) -> int:
-    """Bytes of lengths, ids, vectors and gradients; half of them stay on the rank, whatever is sent."""
+    """Returns bytes of lengths, ids, vectors and gradients, with the half that stays on the rank."""
     return sent.lengths_TB.nbytes + sent.values_N.nbytes + 2 * 4 * DIM * len(sent.values_N)
 
 

@@ -1,7 +1,7 @@
-"""Long benchmarks in slices of a quiet machine: what was measured is kept, row by row; the same command goes on there.
+"""Measures long benchmarks in slices: rows are kept as they are measured, and the same command continues after them.
 
 rows = in_slices(Path("runs/planner-quality/rows.jsonl"), [("20x2", 0), ("20x4", 0)], measure)     # measure("20x2", 0)
-rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was measured
+rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], and the commit at which that was measured
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Key = tuple[str | int, ...]
 def in_slices(
     kept: Path | None, wanted: Sequence[Key], measure: Callable[..., Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns a row of each key; where it is interrupted (SIGINT), of those measured till then. kept: None keeps
-    nothing."""
+    """Returns a row of each key, or, after an interrupt (SIGINT), of those measured until then. kept: the file of rows;
+    None keeps nothing."""
     known = [] if kept is None else read_jsonl(kept)
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
     done, on = {tuple(row["of"]) for row in rows}, machine()
@@ -41,14 +41,16 @@ def in_slices(
 
 
 def machine() -> dict[str, Any]:
-    """On which a start of a benchmark measures. Asked before it does: the load is other work's then."""
+    """Describes the machine of one start of a benchmark, before it measures: the load is other work's then."""
     return {"cpu": cpu_model(), "load_before": round(os.getloadavg()[0], 2)}
 
 
 @contextmanager
 def other_work() -> Iterator[dict[str, float]]:
-    """Afterwards "load_beside": cores that were busy meanwhile with what neither this process nor its children did, be
-    it on this machine or on others of its host ("steal"). It tells more of a row than the load before the first one."""
+    """Yields a dictionary that gets "load_beside" at the end: how many cores other work kept busy meanwhile.
+
+    Other work is what neither this process nor its children did, on this machine or on others of its host ("steal").
+    """
     found: dict[str, float] = {}
     busy, own, started = _busy_seconds(), _own_seconds(), time.perf_counter()
     yield found
@@ -64,17 +66,17 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of children that have ended, and of theirs."""
+    """Returns CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
 def origins(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what `harness.finish` needs of all starts in which rows were measured."""
+    """Returns the commits, CPUs and highest load of all starts in which rows were measured, for `harness.finish`."""
     loads = [row.get("load_beside", row.get("load_before", 0.0)) for row in rows if "load_before" in row]
     highest = {"load_before": max(loads)} if loads else {}
     return {"measured_at": commits(rows), "cpus": sorted({row["cpu"] for row in rows if "cpu" in row}), **highest}
 
 
 def commits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """At which rows were measured."""
+    """Returns the commits at which rows were measured."""
     return sorted({row["commit"] or UNKNOWN for row in rows if "commit" in row})

@@ -1,4 +1,4 @@
-"""Two hosts with a slow link between them, as two network namespaces of this machine: real sockets, a real queue.
+"""Makes two hosts with a slow link between them out of network namespaces: real sockets, a real queue.
 
 why_not = cannot_make_link()                       # a reason, or None
 with slow_link(mbit_per_s=50) as link:
@@ -20,7 +20,7 @@ from dlrm_autoshard.errors import UserError
 
 
 class LinkError(UserError):
-    """A link that cannot be made, or ranks on it that fail."""
+    """A link cannot be made, or a rank on it fails; the message says why."""
 
 
 DEVICE, ADDRESSES = "link0", ("10.213.77.1", "10.213.77.2")
@@ -28,13 +28,14 @@ DEVICE, ADDRESSES = "link0", ("10.213.77.1", "10.213.77.2")
 
 @dataclass(frozen=True)
 class Link:
-    """hosts: names of the two namespaces. made_by: what slows the link, for people."""
+    """A link between two hosts. hosts: names of the two namespaces. made_by: what slows the link down, in words."""
 
     hosts: tuple[str, str]
     made_by: str
 
     def run(self, command: Sequence[str], hosts: Sequence[int], timeout: float) -> None:
-        """One process a rank under torchrun's environment; LinkError with its last words where one fails."""
+        """Runs a process for each rank, with torchrun's environment variables; hosts: of each rank. LinkError quotes
+        the last output of a rank that fails."""
         port = free_port()
         ranks = []
         for rank, host in enumerate(hosts):
@@ -69,9 +70,10 @@ class Link:
 
 @contextlib.contextmanager
 def slow_link(mbit_per_s: float, delay_ms: float = 1.0, *, both_ways: bool = False) -> Iterator[Link]:
-    """The second host's uplink is slow; what comes down to it is so only with both_ways. netem makes it where the
-    kernel has it (with a delay), else tbf, which limits the rate alone. delay_ms: 0 for tbf. Needs root and iproute2;
-    everything is gone afterwards.
+    """Yields a link whose second host has a slow uplink. both_ways: and a slow downlink.
+
+    netem limits the rate and adds the delay where the kernel has it; else, or with delay_ms=0, tbf limits the rate
+    alone. Needs root and iproute2. Both hosts are removed at the end.
     """
     hosts = (f"autoshard-a-{os.getpid()}", f"autoshard-b-{os.getpid()}")
     try:
@@ -99,7 +101,7 @@ def slow_link(mbit_per_s: float, delay_ms: float = 1.0, *, both_ways: bool = Fal
 
 
 def cannot_make_link() -> str | None:
-    """Returns why this machine can make no slow link; None where it can."""
+    """Returns why this machine cannot make a slow link; None where it can."""
     if os.name != "posix" or not os.path.exists("/proc/self/ns/net"):
         return "network namespaces are Linux's."
     for tool in ("ip", "tc"):
@@ -114,7 +116,7 @@ def cannot_make_link() -> str | None:
 
 
 def free_port() -> int:
-    """In a new namespace every port is free that is free here."""
+    """Returns a TCP port that is free here, and thus in a new namespace."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

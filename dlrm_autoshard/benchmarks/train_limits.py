@@ -1,7 +1,7 @@
-"""The limit of a training step: what no trainer with these kernels can go below, and what is spent beside it.
+"""Measures the limit of a training step, which no trainer with these kernels can beat, and bookkeeping beside it.
 
-On the slowest rank, the fused lookup forward and backward of its shard for the global batch plus the dense part on its
-slice of it, each timed alone: `limits_of(job, None, rank, world_size)["limit"]`, in seconds.
+The limit is the fused lookup, forward and backward, of the slowest rank's shard for the global batch, plus the dense
+part on that rank's slice, each timed alone: `limits_of(job, None, rank, world_size)["limit"]`, in seconds.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dlrm_autoshard.distributed.lookup.exchange import with_margin
 from dlrm_autoshard.distributed.step import share_of_loss
 from dlrm_autoshard.plan import Topology, round_robin
 
-STEPS = 5  # of one trainer, before it is the other's turn
+STEPS = 5  # of a variant before the next one's turn
 
 
 def limits_of(job: OurJob, alone: Callable[[], float] | None, rank: int, world_size: int) -> dict[str, Any]:
-    """Returns seconds of a round: the "limit" on this rank while the others wait, its "parts", and what `alone` gives.
+    """Returns seconds of a round: the "limit" on this rank while the others wait, its "parts", and those of `alone`.
     Collective."""
     found: dict[str, Any] = {}
     dist.barrier()
     if alone is not None:
         found["alone"] = alone()
-    # The limit: one rank after the other, so that each has the machine to itself.
+    # One rank after the other, so that each has the machine to itself.
     for turn in range(world_size):
         dist.barrier()
         if turn == rank:
@@ -40,7 +40,7 @@ def limits_of(job: OurJob, alone: Callable[[], float] | None, rank: int, world_s
 
 
 def rank_0_alone(workload: Workload, rank: int) -> Callable[[], float]:
-    """Seconds a step of a job that rank 0 has to itself; the others wait."""
+    """Returns a function that measures seconds a step of a job on rank 0 alone, while the others wait."""
     if rank != 0:
         make_groups([0])
         return lambda: 0.0
@@ -50,13 +50,12 @@ def rank_0_alone(workload: Workload, rank: int) -> Callable[[], float]:
 
 
 def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of the fused lookup, of its backward with update, and of the dense part forward and backward,
-    on the last batch. No collective; the tables and MLPs are trained by it, which changes no speed."""
+    """Returns median seconds of the fused lookup, of its backward with the update, and of the dense part, forward and
+    backward, on the last batch. Not collective. It trains the tables and MLPs, which changes no speed."""
     batch, ids = job.batches[0], job.ids
     times: tuple[list[float], ...] = ([], [], [])
     gradient = None
-    # The dense part finds the vectors where it needs them and leaves their gradients where they are: a step could do
-    # without any copy of them between the lookup, the exchange and the interaction, so its limit has none.
+    # The limit has no copies of vectors and gradients between lookup, exchange and interaction: a step needs none.
     pooled = torch.randn(batch.padded_size, sum(t.embedding_dim for t in job.embeddings.tables)) * 0.01
     leaf = with_margin(pooled, job.model.margin).requires_grad_()
     for _ in range(rounds):
@@ -79,20 +78,18 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
     return statistics.median(times[0]), statistics.median(times[1]), statistics.median(times[2])
 
 
-def idle_step(tables: int, steps: int = 200) -> tuple[float, list[float]]:
-    """Seconds of a whole step in which no kernel has anything to do (two samples, tables of dim 4, one id each), and
-    of that the bookkeeping: what is left after calling the same kernels alone, by round of ten steps, interleaved with
-    the kernels; less than nothing where the two differ by less than the noise. Collective over all ranks."""
+def bookkeeping_seconds(tables: int, rounds: int = 20) -> list[float]:
+    """Returns the seconds of a step that are left after calling the same kernels alone, by round of ten steps.
+
+    The kernels have nothing to do: two samples, tables of dim 4, one id each. Noise may make a figure negative.
+    Collective over all ranks.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     workload = idle_workload(tables, world_size)
     plan = round_robin([table.name for table in workload.tables], Topology(world_size))
     job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
     job.run(20)
-    whole, left = [], []
-    for _ in range(max(2, steps // 10)):
-        whole.append(statistics.median(job.run(1) for _ in range(10)))
-        left.append(whole[-1] - sum(limit_parts(job, 10)))
-    return statistics.median(whole), left
+    return [statistics.median(job.run(1) for _ in range(10)) - sum(limit_parts(job, 10)) for _ in range(rounds)]
 
 
 def idle_workload(tables: int, world_size: int) -> Workload:
@@ -111,7 +108,7 @@ def idle_workload(tables: int, world_size: int) -> Workload:
 
 
 def batch_bytes(job: OurJob) -> int:
-    """Bytes of one batch on this rank: its tables' ids, and their pooled vectors, for the global batch."""
+    """Returns the bytes of a batch on this rank: ids and pooled vectors of its tables for the global batch."""
     ids = job.ids
     bags = ids.batch_size * job.embeddings.world_size
     return ids.values_N.nbytes + 4 * bags * job.embeddings.local_dim

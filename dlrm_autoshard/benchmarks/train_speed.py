@@ -1,8 +1,8 @@
-"""Shared by train-wemb and train-wsmall: ours against TorchRec's and against our own limit, at one and two ranks.
+"""Compares our trainer with TorchRec and with its own limit, on one and two ranks, for train-wemb and train-wsmall.
 
-Each variant is a job in processes of its own, so that one's memory layout does not burden another; they take turns of a
-few steps each over the same batches in memory, pinned to a core, one thread, while the others wait. The limit of a step
-is what no trainer with these kernels can go below (train_limits.py), measured in the same rounds.
+Each variant is a job in its own processes, so that one's memory layout does not burden another. They take turns of a
+few steps over the same batches in memory, each rank with one thread on its own core, while the others wait. The limit
+of a step (train_limits.py) is measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_interleaved import best_of
 from dlrm_autoshard.benchmarks.steps_interleaved import slowest_rank
-from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, idle_step, limits_of, rank_0_alone
+from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, bookkeeping_seconds, limits_of, rank_0_alone
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
@@ -42,7 +42,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A job that takes part. limits: it measures its limit and memory as well, in the same rounds."""
+    """A job to compare. limits: it measures its limit and memory as well, in the same rounds."""
 
     ours: bool
     limits: bool = False
@@ -50,8 +50,7 @@ class Variant:
 
 
 OURS = {"ours": Variant(True), "limits": Variant(True, limits=True)}
-"""Variants to run. Measuring limits in between would drive a job's rows out of the caches, so they have a process of
-their own."""
+"""Limits have a process of their own, because measuring them drives a job's rows out of the caches."""
 OURS_BY_TCP = {"tcp": Variant(True, options={"shared_memory": False})}
 THEIRS = {
     "torchrec": Variant(False),
@@ -62,12 +61,12 @@ OUR_PLAN = "torchrec, our plan"
 
 
 def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[str, Any]:
-    """The whole benchmark. Without torchrec its targets are missed."""
+    """Runs the benchmark; without torchrec the targets that need it are missed."""
     rounds, missing = 4 if quick else 12, find_torchrec()
     found = Findings(targets=targets)
     found.notes = [
-        "over torchrec: over its fastest variant with its own planner, chosen on other rounds than it is measured "
-        "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step.",
+        "over torchrec: over its fastest variant with its own planner, chosen on other rounds than it is measured on; "
+        "over torchrec as it comes: with fbgemm's check of ids in each lookup, which our loader does beside the step",
         *([] if missing is None else [f"no comparison: {missing}"]),
     ]
     for ranks in (1, 2):
@@ -96,14 +95,14 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
         put("share of limit", paired_ratio(slowest_rank(limits, "limit"), seconds["ours"]))
         if ranks > 1:
             put("over 1", paired_ratio(limits[0]["alone"], seconds["ours"]))
-        else:  # with several, it would count the waiting for each other
+        else:  # with several ranks it would count their waiting for each other
             put("bookkeeping ms", limits[0]["bookkeeping"])
         found.figures |= {f"{ranks} rank{'s' * (ranks > 1)}: {name}": value for name, value in _plain(limits).items()}
     return vars(found)
 
 
 def _plain(limits: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures without an interval."""
+    """Returns the figures that have no interval."""
     slowest = max(limits, key=lambda m: statistics.median(m["limit"]))
     return {
         "limit ms": round(1e3 * statistics.median(slowest["limit"]), 1),
@@ -117,7 +116,7 @@ def _plain(limits: list[dict[str, Any]]) -> dict[str, Any]:
 def interleaved(
     workload: Workload, plan: ShardingPlan, variants: Mapping[str, Variant], ranks: int, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """By variant and rank, what `_measure` returns. Every other round has the variants in the opposite order."""
+    """Returns what `_measure` finds, by variant and rank. Every other round is in the opposite order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     orders = [list(variants) if number % 2 else list(reversed(list(variants))) for number in range(rounds + 1)]
     turns = {name: [len(variants) * n + order.index(name) for n, order in enumerate(orders)] for name in variants}
@@ -127,7 +126,7 @@ def interleaved(
         try:
             return on_pinned_ranks(_measure, ranks, workload, plan, variants[name], store.port, turns[name])
         except BaseException:
-            for turn in turns[name]:  # the others go on; the failure is told at the end
+            for turn in turns[name]:  # the others go on; the failure is reported at the end
                 store.set(f"turn {turn + 1}", "")
             raise
 
@@ -144,7 +143,7 @@ def _measure(
     port: int,
     turns: list[int],
 ) -> dict[str, Any]:
-    """One rank of one variant: seconds a step by round, and what it found of limits. The first turn is a warm-up."""
+    """Returns one rank's seconds a step by round, and its limits. The first turn is a warm-up."""
     keep_freed_memory()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     batches = workload.batches(rank, world_size)
@@ -154,7 +153,7 @@ def _measure(
     for turn in turns:
         store.wait([f"turn {turn}"], timedelta(seconds=600))
         dist.barrier()
-        if job is None:  # made in its turn, as others are measured meanwhile
+        if job is None:  # made in its own turn: others are measured at other times
             job, alone = _start(rank, world_size, workload, plan, variant, batches, result)
         found: dict[str, Any] = {"seconds": job.run(STEPS) / STEPS}
         if variant.limits:
@@ -183,7 +182,7 @@ def _start(
         theirs.run(3)
         return theirs, None
     if variant.limits:
-        result["bookkeeping"] = median_with_interval([1e3 * ms for ms in idle_step(len(workload.tables))[1]])
+        result["bookkeeping"] = median_with_interval([1e3 * s for s in bookkeeping_seconds(len(workload.tables))])
     cpu = torch.device("cpu")
     before = peak_memory(cpu)
     ours = OurJob(workload, plan, rank, batches, **variant.options)

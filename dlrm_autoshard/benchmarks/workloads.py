@@ -1,7 +1,7 @@
-"""The two workloads on which training speed is compared, and the job of our trainer on them.
+"""Workloads on which training speed is compared, and our trainer's job on them.
 
 job = OurJob(W_EMB, plan, rank, W_EMB.batches(rank, world_size))
-seconds = job.run(10)                      # ten steps over a few batches that lie in memory, reused in turn
+seconds = job.run(10)                      # ten steps over a few batches in memory, reused in turn
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ TABLE_LR, DENSE_LR = 0.02, 0.02
 
 @dataclass(frozen=True)
 class Workload:
-    """pooling: mean ids a sample, by table. batch_size: over all ranks. num_batches: distinct ones.
+    """Tables, MLPs and batches. pooling: mean ids a sample, by table. batch_size: over all ranks.
 
-    W-small has large MLPs and few lookups, so that the dense part decides; W-emb has four times the lookups and small
-    MLPs. Both: 26 tables of dim 64, rows log-spaced from 1e3 to 1e6, ids Zipf-distributed with exponent 1.05, bag
-    lengths uniform on [P/2, 3P/2], row-wise Adagrad on the tables, SGD on the dense part, 2,048 samples a step over all
-    ranks.
+    In W-small large MLPs dominate; W-emb has four times the lookups and small MLPs. Both have 26 tables of dim 64 with
+    1e3 to 1e6 rows, Zipf-distributed ids with exponent 1.05, bags of P/2 to 3P/2 ids, row-wise Adagrad on the tables,
+    SGD on the dense part, and 2,048 samples a step over all ranks.
     """
 
     name: str
@@ -78,13 +77,8 @@ class Workload:
             interaction=self.interaction,
         )
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of weights and optimizer state."""
-        return sum(table.weight_bytes + table.optimizer_bytes(self.optimizer) for table in self.tables)
-
     def batches(self, rank: int = 0, world_size: int = 1) -> list[Batch]:
-        """One rank's slices of the global batches. Labels are 1 with probability 0.25, whatever the features."""
+        """Returns a rank's slices of the global batches. Labels are 1 with probability 0.25, whatever the features."""
         size = self.batch_size // world_size
         labels = torch.empty(self.num_batches, self.batch_size)
         labels.bernoulli_(0.25, generator=torch.Generator().manual_seed(self.seed))
@@ -101,7 +95,7 @@ class Workload:
         return tuple(measure_table_stats(first.lengths_TB.numpy(), first.values_N.numpy()))
 
     def plan(self, world_size: int) -> ShardingPlan:
-        """Our planner's, from the tables' statistics alone: nothing is measured for it here."""
+        """Returns our planner's plan by the tables' statistics alone, without measuring."""
         task = PlacementTask.build(self.tables, self.stats(), Topology(world_size), batch_size=self.batch_size)
         return Planner("auto").plan(task).plan
 
@@ -114,7 +108,7 @@ class Workload:
 
 
 def drawn(tables: tuple[TableConfig, ...], pooling: Iterable[float], alpha: float, **data: Any) -> SyntheticSource:
-    """Samples of these tables, each with so many ids a sample in the mean. data: other keys of the YAML's section."""
+    """Returns a source of samples with these mean ids a sample, by table. data: other keys of the YAML's section."""
     rows = [
         SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=float(mean), alpha=alpha)
         for t, mean in zip(tables, pooling, strict=True)
@@ -123,7 +117,7 @@ def drawn(tables: tuple[TableConfig, ...], pooling: Iterable[float], alpha: floa
 
 
 def warm_planner(algorithm: str = "auto", optimizer: TableOptimizer = "rowwise_adagrad") -> Planner:
-    """With the shipped costs, as jobs start."""
+    """Returns a planner with the shipped costs, as jobs start."""
     planner = Planner(algorithm, seed=0)
     start_warm(planner, hardware_fingerprint(), optimizer)
     return planner
@@ -157,7 +151,7 @@ W_EMB = Workload(
 
 
 class OurJob:
-    """One rank's trainer on a workload, from its step downwards: loader, display and records are left out."""
+    """One rank's training step on a workload, without loader, display and records."""
 
     def __init__(
         self,
@@ -177,10 +171,9 @@ class OurJob:
         replicated: Sequence[str] = (),
         dedup: Sequence[str] = (),
     ) -> None:
-        """ranks: that train it, where not all do; the others must call `make_groups` meanwhile. On a GPU batches are in
-        pinned memory. autocast: products of bf16. location: of the tables. graphs: on a GPU, of the dense part.
-        replicated: tables on every rank, which are not in the plan.
-        dedup: tables that send each id once."""
+        """ranks: those that train, if not all; the others must call `make_groups` meanwhile. autocast: products of
+        bf16. location: of the tables. graphs: CUDA graphs of the dense part. replicated: tables on every rank, which
+        are not in the plan. dedup: tables that send each id once. On a GPU batches are in pinned memory."""
         self.batches = batches
         group, id_group, control = make_groups(ranks)
         self.embeddings = ShardedEmbeddings(
@@ -214,11 +207,11 @@ class OurJob:
 
     @property
     def ids(self) -> LocalIds:
-        """Those of the batch that was trained last."""
+        """Ids of the batch that was trained last."""
         return self._trained.finish()
 
     def run(self, steps: int, *, sample_every: int = 0) -> float:
-        """Seconds that so many steps took."""
+        """Returns the seconds that so many steps take. sample_every: steps between sampled ones; 0 samples none."""
         started = time.perf_counter()
         for number in range(steps):
             _, self._trained = next(self._ahead)
@@ -227,5 +220,5 @@ class OurJob:
 
 
 def make_groups(ranks: Sequence[int] | None = None) -> list[Any]:
-    """Three groups of these ranks, or of all. Collective over all ranks, members or not."""
+    """Returns three groups of these ranks, or of all ranks. Collective over all ranks, members or not."""
     return [dist.new_group(None if ranks is None else list(ranks)) for _ in range(3)]
