@@ -88,8 +88,8 @@ def test_fitted_costs_serve_every_algorithm_and_a_fitted_directory_is_its_own(
         assert with_fitted["predicted_ms"] != run(capsys, *plan, "--algorithm", name)["predicted_ms"]
     assert run(capsys, *plan, "--algorithm", "dreamshard", "--fitted", reference)["chosen"]["name"] == "dreamshard"
     for arguments, message in (
-        ([*plan, "--algorithm", "search", "--fitted", reference], "is of `fit --reference`"),
-        (["fit", *simulated, "--reference", "--algorithm", "rnn", "--out", fitted], "there is none of 'rnn'"),
+        ([*plan, "--algorithm", "search", "--fitted", reference], "was made by `fit --reference`"),
+        (["fit", *simulated, "--reference", "--algorithm", "rnn", "--out", fitted], "'rnn' has no reference version"),
     ):
         assert main([str(argument) for argument in arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
@@ -191,12 +191,12 @@ def test_plan_measures_its_finalists_on_request(tables_file: Path, capsys: pytes
     [
         (["--devices", "0"], "--devices is 0"),
         (["--devices", "2", "--memory-gib", "0.01"], "MiB short"),
-        (["--devices", "2", "--pin", "t_0"], "not of the form TABLE=RANK"),
-        (["--devices", "2", "--pin", "t_0=²"], "not of the form TABLE=RANK"),
-        (["--devices", "2", "--measure", "--device", "cuda"], "on this machine's CPU, and --device says"),
+        (["--devices", "2", "--pin", "t_0"], "must have the form TABLE=RANK"),
+        (["--devices", "2", "--pin", "t_0=²"], "must have the form TABLE=RANK"),
+        (["--devices", "2", "--measure", "--device", "cuda"], "on this machine's CPU, but --device puts"),
         (["--devices", "2", "--algorithm", "nowhere"], "holds no fitted planner"),
-        (["--devices", "2", "--algorithm", "search", "--measure"], "'search' makes one plan"),
-        (["--devices", "2", "--algorithm", "nowhere", "--measure"], "'nowhere' makes one plan"),
+        (["--devices", "2", "--algorithm", "search", "--measure"], "'search' makes a single plan"),
+        (["--devices", "2", "--algorithm", "nowhere", "--measure"], "'nowhere' makes a single plan"),
         (["--devices", "2", "--algorithm", "nowhere", "--fitted", "elsewhere"], "'nowhere' is not one of auto"),
         (["--devices", "2", "--algorithm", "search", "--fitted", "elsewhere"], "'elsewhere' holds no fitted planner"),
     ],
@@ -390,7 +390,7 @@ def test_a_run_is_explained_in_the_words_and_by_the_figures_of_its_report(
     told = summary(RunRecord.load(path))
     assert found["explanation"][0] in told and found["explanation"][0].startswith("Rank 1 makes the others wait")
     assert found["explanation"][1] in told and "perfect balance would have saved" in found["explanation"][1]
-    assert "1 interval of the run measured" in found["costs_from"]
+    assert "corrected by 1 interval of the run" in found["costs_from"]
     slowest = max(cost["fwd_compute"] for cost in found["predicted"])
     assert slowest == pytest.approx(max(RunRecord.load(path).last.stage_ms["fwd_compute"]), rel=0.3)
 
@@ -409,7 +409,7 @@ def test_a_plan_file_says_by_which_costs_it_was_made_and_is_explained_by_them(
     (tmp_path / "fitted" / "planner.json").unlink()
     (tmp_path / "fitted").rmdir()
     explained = run(capsys, "explain", out, *asked)
-    said = [sentence for sentence in explained["explanation"] if "made by other costs" in sentence]
+    said = [sentence for sentence in explained["explanation"] if "made with other costs" in sentence]
     assert explained["predicted"] != made["predicted"] and made["costs_from"] in said[0] and "fitted'" in said[0]
 
 
@@ -452,10 +452,10 @@ def test_a_run_is_planned_for_and_explained_as_its_settings_ask(
     for path in (pinned, together, empty):
         best = plan_of(path)
         best.save(path / "plan" / "step_00000000.json")
-        assert "nothing that is predicted" in " ".join(run(capsys, "explain", path)["explanation"])
+        assert "no plan that is predicted" in " ".join(run(capsys, "explain", path)["explanation"])
     assert "this plan does not fit" in " ".join(run(capsys, "explain", small)["explanation"])
     said = run(capsys, "explain", free, "--pin", "cat_0=1")["explanation"]
-    assert any(sentence.startswith("The plan is not as asked: ") and "'cat_0'" in sentence for sentence in said)
+    assert any(sentence.startswith("The plan breaks a constraint: ") and "'cat_0'" in sentence for sentence in said)
     assert main(["plan", str(small), "--devices", "3"]) == 2
     assert "autoshard.memory_gib has 2 entries, but there are 3 ranks" in capsys.readouterr().err
 

@@ -201,7 +201,7 @@ def test_they_show_in_a_terminal_how_far_they_are(run: Path, tmp_path: Path) -> 
         (["evaluate", str(run)], ["batches of test"]),
         (["evaluate", str(run), "--json"], []),
         (["predict", str(run), "--out", str(tmp_path / "p.npy")], ["batches of test"]),
-        (["export", str(run), "--out", str(tmp_path / "model.pt2")], ["tables", "making a program"]),
+        (["export", str(run), "--out", str(tmp_path / "model.pt2")], ["tables", "exporting the program"]),
         (["export", str(run), "--to", "numpy", "--out", str(tmp_path / "w.npz")], ["tensors"]),
     ):
         with Terminal() as terminal:

@@ -150,7 +150,7 @@ def test_tables_of_a_file_are_not_called_made_up(tmp_path: Path, capsys: pytest.
         ("--from-csv t.csv --pooling 3", "--rows and --pooling are for --synthetic"),
         ("a.pt --dim 16:64", "--dim is 16:64: only --synthetic draws dims"),
         ("--synthetic 3 --dim 6:64", "--dim is 6:64; fbgemm needs a multiple of 4"),
-        ("--from-run r --dtype fp16", "leave --dim, --dtype and --batch-size out"),
+        ("--from-run r --dtype fp16", "leave out --dim, --dtype and --batch-size"),
     ],
 )
 def test_what_would_be_ignored_is_refused(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_more_ranks_than_cores_are_warned_of_before_they_start(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     check(load_config(config, ["run.device=cpu"]), ranks=3)
-    assert capfd.readouterr().err == "3 ranks share 1 core, and wait for one another: fewer train faster.\n"
+    assert capfd.readouterr().err == "3 ranks share 1 core and wait for each other: fewer ranks train faster.\n"
 
 
 @pytest.mark.parametrize(

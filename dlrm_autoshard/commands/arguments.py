@@ -1,4 +1,4 @@
-"""Command-line arguments that several subcommands share, how they are read, and what is written where --out says."""
+"""Command-line arguments that several subcommands share, and writing the file that --out names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 ALGORITHM_NAMES = (
     "auto, search, dreamshard, autoshard, rnn, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy, random"
 )
-"""As help names them: to list them, nothing that takes time need be imported."""
+"""The planner's algorithms as --help lists them, written out so that help needs no slow import."""
 
 
 def add_devices(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -36,34 +36,38 @@ def add_output(parser: argparse.ArgumentParser, out_help: str, required: bool = 
 
 
 def add_asked(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that `task_of` reads beside --devices and --memory-gib."""
+    """Adds the arguments that `task_of` reads in addition to --devices and --memory-gib."""
     parser.add_argument("--batch-size", type=positive, metavar="N", help="global batch (default: the tables' own)")
-    parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK", help="on this rank")
-    parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
-    parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
+    parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK", help="put this table on this rank")
+    parser.add_argument(
+        "--together", action="append", default=[], metavar="A,B,...", help="put these tables on one rank"
+    )
+    parser.add_argument(
+        "--apart", action="append", default=[], metavar="A,B,...", help="put no two of these on one rank"
+    )
     parser.add_argument(
         "--optimizer",
         choices=list(OPTIMIZERS),
-        help="of the tables (default: the run's; without a run rowwise_adagrad)",
+        help="optimizer of the tables (default: the run's; without a run rowwise_adagrad)",
     )
     parser.add_argument(
         "--max-parts",
         type=positive,
         metavar="N",
-        help="of a table that is split by columns; 1: none is (default: the run's; without a run 4)",
+        help="most column shards of a table; 1: split none (default: the run's; without a run 4)",
     )
     parser.add_argument(
-        "--min-dim", type=_columns, metavar="N", help="columns of a part at least (default: the run's; or 16)"
+        "--min-dim", type=_columns, metavar="N", help="fewest columns of a shard (default: the run's; without a run 16)"
     )
     parser.add_argument(
         "--rows",
         choices=("auto", "faster", "never"),
-        help="split by rows tables that fit no rank otherwise (auto), and those that slow ranks down (faster)",
+        help="row-wise sharding: of tables that fit no rank otherwise (auto), also where it saves time (faster)",
     )
 
 
 def positive(text: str) -> int:
-    """An argument's type: a whole number from 1 to 2**31 - 1."""
+    """Parses a whole number from 1 to 2**31 - 1."""
     number = int(text)
     if not 1 <= number < 2**31:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and {2**31 - 1:,}")
@@ -71,7 +75,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """An argument's type: a time."""
+    """Parses a positive number of seconds."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
@@ -79,7 +83,7 @@ def seconds(text: str) -> float:
 
 
 def _columns(text: str) -> int:
-    """An argument's type: columns of a table, as fbgemm takes them."""
+    """Parses a number of columns, which fbgemm needs as a multiple of 4."""
     number = positive(text)
     if number % 4:
         raise argparse.ArgumentTypeError(f"it is {number}; fbgemm needs a multiple of 4 (try {-(-number // 4) * 4})")
@@ -87,7 +91,7 @@ def _columns(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """An argument's type: a whole number that every generator takes."""
+    """Parses a seed that torch's and numpy's generators both take: 0 to 2**63 - 1."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {2**63 - 1:,}")
@@ -95,7 +99,8 @@ def seed(text: str) -> int:
 
 
 def check_out(path: Path | None, *, folder: bool = False) -> None:
-    """Makes what is missing above --out. UserError where nothing can be written there: before the work, not after."""
+    """Creates the missing folders above --out. Raises UserError before the work starts if the file cannot be
+    written."""
     if path is None:
         return
     (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
@@ -107,7 +112,7 @@ def check_out(path: Path | None, *, folder: bool = False) -> None:
 
 
 def write_json(path: Path | None, record: Any) -> None:
-    """Writes a record to a file, whose folders are made; nothing where no path is given."""
+    """Writes a record to a file and creates its folders; does nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")

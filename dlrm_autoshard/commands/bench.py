@@ -20,11 +20,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        help="a benchmark (none: lists them); network: links between ranks; readme: README.md, FIGURES.md from records",
+        help="a benchmark (default: list them); network: links between ranks; readme: rewrite README.md and FIGURES.md",
     )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of network, where torchrun starts none")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="network: ranks to start without torchrun")
     parser.add_argument(
-        "--costs", type=Path, default=Path("runs/.costs"), metavar="DIR", help="where network keeps what planners use"
+        "--costs",
+        type=Path,
+        default=Path("runs/.costs"),
+        metavar="DIR",
+        help="network: directory for the measured links",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: rough figures only")
     parser.add_argument(
@@ -32,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="race-simulated: a rule to leave out",
+        help="race-simulated: leave out this rule",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to FILE as well")
@@ -40,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0 if every target is met, 1 if one is missed or cannot be told."""
+    """Returns exit status 0 if every target is met, 1 if any is missed or inconclusive."""
     from dlrm_autoshard.benchmarks.harness import rough_seconds, run_benchmark
 
     if arguments.name is None:
@@ -68,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _network(arguments: argparse.Namespace) -> int:
-    """Measures on the ranks that torchrun has started, or starts some here."""
+    """Measures the network between torchrun's ranks, or between ranks started here."""
     from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.distributed.ranks.launch import launch, recorded
 
@@ -88,7 +92,7 @@ def _network(arguments: argparse.Namespace) -> int:
             if runtime.rank == 0:
                 print(in_words(found))
                 kept = keep(found, runtime, arguments.costs)
-                print(f"kept in {kept}: jobs of as many ranks with autoshard.cache_dir={kept} plan by it.")
+                print(f"kept in {kept}: jobs with as many ranks and autoshard.cache_dir={kept} plan with it.")
         return 0
 
     return recorded(measured)()

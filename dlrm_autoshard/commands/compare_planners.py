@@ -1,9 +1,9 @@
-"""`dlrm-autoshard compare-planners`: every algorithm on the same tasks, by measured cost.
+"""`dlrm-autoshard compare-planners`: compares algorithms on the same tasks by the step cost of their plans.
 
     dlrm-autoshard compare-planners --algorithm auto --algorithm fitted/ --tasks tasks.json --devices 4 --memory-gib 5
 
-A task that an algorithm cannot place is counted against it, never dropped in silence: means are over the tasks that all
-algorithms placed, and the number of those that one did not stands beside it.
+Means are over the tasks that every algorithm placed; the number of tasks that an algorithm could not place is shown
+beside them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dlrm_autoshard.formats.progress import tracked
 
 @dataclass
 class Outcome:
-    """cost_ms[i] is task i's step cost, nan where the algorithm found no legal plan."""
+    """One algorithm's results. cost_ms[i] is task i's step cost, nan if the algorithm found no legal plan."""
 
     cost_ms: list[float] = field(default_factory=list)
     plan_seconds: list[float] = field(default_factory=list)
@@ -47,10 +47,10 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAME|DIR",
-        help=f"{ALGORITHM_NAMES}; or what `fit` made; give several (default: all algorithms)",
+        help=f"{ALGORITHM_NAMES}; or a directory made by `fit`; repeat for several (default: all algorithms)",
     )
     parser.add_argument(
-        "--fitted", type=Path, metavar="DIR", help="costs that `fit` left, for all algorithms given by name"
+        "--fitted", type=Path, metavar="DIR", help="costs made by `fit`, for all algorithms given by name"
     )
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="tasks.json of `tasks`")
     add_devices(parser)
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         "--costs",
         choices=["measured", "simulated"],
         default="measured",
-        help="measured: with fbgemm on this machine; simulated: nobody knows the costs but those that were fitted",
+        help="measured: with fbgemm on this machine; simulated: by formula, for which only --fitted costs are right",
     )
     parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "write the figures as JSON")
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in names:
         if name not in ALGORITHMS and not Path(name).is_dir():
             raise UserError(
-                f"'{name}' is neither an algorithm ({', '.join(ALGORITHMS)}) nor a directory that `fit` made."
+                f"'{name}' is neither an algorithm ({', '.join(ALGORITHMS)}) nor a directory made by `fit`."
             )
     check_out(arguments.out)
     tasks = TaskSet.load(arguments.tasks)
@@ -130,7 +130,7 @@ def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) ->
 
 
 def summarise(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
-    """Best mean first; speedup over random with its 95% bootstrap interval over tasks."""
+    """Returns a row per algorithm, best mean first; speedup over random with its 95% bootstrap interval over tasks."""
     cost = {name: np.array(outcome.cost_ms) for name, outcome in outcomes.items()}
     placed_by_all = np.all([~np.isnan(values) for values in cost.values()], axis=0)
     tasks = max(int(placed_by_all.sum()), 1)

@@ -16,7 +16,7 @@ from dlrm_autoshard.errors import UserError
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("configs", help="list the shipped configs, or copy one to start from")
     parser.add_argument("name", nargs="?", help="the config to copy; without one they are listed")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: NAME.yaml here)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: NAME.yaml here)")
     parser.add_argument("--keys", action="store_true", help="print every key with its default and meaning")
     parser.set_defaults(run=run)
 
@@ -37,5 +37,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"'{out}' exists already. Name another file with --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, out)
-    print(f"{out}; train it with: dlrm-autoshard train {out}")
+    print(f"{out}; train with: dlrm-autoshard train {out}")
     return 0

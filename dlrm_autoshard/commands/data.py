@@ -38,8 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=positive,
         default=3,
         metavar="N",
-        help="categories seen fewer than N times share a row (default: %(default)s); "
-        "memory grows by some 30 bytes a distinct category",
+        help="categories seen fewer than N times share one row (default: %(default)s); "
+        "takes about 30 bytes of memory per distinct category",
     )
     encoding.add_argument(
         "--modulo", type=positive, metavar="ROWS", help="row = category modulo ROWS instead, in every table"
@@ -48,14 +48,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--like",
         type=Path,
         metavar="FOLDER",
-        help="rows as in this folder of an earlier run of this command: days to evaluate or predict, of a model "
-        "trained on that",
+        help="use the row numbers of this folder, made by an earlier run of this command: for days that a model trained "
+        "on that folder should evaluate or predict",
     )
     criteo.set_defaults(run=_preprocess_criteo)
 
     sample = kinds.add_parser("criteo-sample", help="a small made-up log in Criteo's npy layout, to try out a config")
     sample.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
-    sample.add_argument("--rows", type=positive, default=20_000, help="of each of two days (default: %(default)s)")
+    sample.add_argument(
+        "--rows", type=positive, default=20_000, help="samples per day, two days (default: %(default)s)"
+    )
     sample.add_argument("--seed", type=seed, default=0)
     sample.set_defaults(run=_make_sample)
 
@@ -96,14 +98,14 @@ def _make_sample(arguments: argparse.Namespace) -> None:
 
 
 def _day_number(path: Path) -> int:
-    """Terabyte's files by their number, so that `day_*` gives day_10 after day_9; other names stay in given order."""
+    """Returns N of Terabyte's day_N, which puts day_10 after day_9; 0 for other names, which keep their given order."""
     match = re.fullmatch(r"day_(\d+)", path.name.partition(".")[0])
     return int(match.group(1)) if match else 0
 
 
 @contextmanager
 def _by_phase() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows the progress of one phase after the other."""
+    """Yields show(phase, done, total), which starts a new progress bar for each phase."""
     shown: dict[str, At] = {}
     with ExitStack() as phase:
 

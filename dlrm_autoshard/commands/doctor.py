@@ -1,4 +1,4 @@
-"""`dlrm-autoshard doctor`: a table of checks, the line that fixes each problem, exit status 1 if one fails."""
+"""`dlrm-autoshard doctor`: prints a table of checks with a command that fixes each problem; exits 1 if one fails."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Is this environment fit to train? Each check says what it found and, where it fails, the exact line that fixes it.
+"""Checks of the environment: what was found and, for each problem, the command that fixes it.
 
     check_pair(version_of={"torch": "2.13.0", "fbgemm-gpu-cpu": "1.6.0"}.get).finding
 
-fbgemm 1.X is built against torch 2.(X+5) and crashes beside any other, so the pair is read from package metadata before
-either is imported. This module imports neither: it has to work where they do not.
+fbgemm 1.X is built against torch 2.(X+5) and crashes with any other, so versions are read from package metadata. This
+module must work with a broken pair, so it imports neither.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dlrm_autoshard.formats.versions import installed_version
 
 Series = tuple[int, int]  # (2, 14) of 2.14.1
 
-# torch and fbgemm that this package is tested with, by torch's series; setup.py's extras install them.
+# Tested pairs of torch and fbgemm by torch's series; setup.py's extras install them.
 PAIRS: dict[Series, tuple[str, str]] = {(2, 14): ("2.14.1", "1.9.0"), (2, 13): ("2.13.0", "1.8.0")}
 NEWEST = max(PAIRS)
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 14)
-CPU_WHEELS = "--extra-index-url https://download.pytorch.org/whl/cpu"  # elsewhere torch brings gigabytes of CUDA
+CPU_WHEELS = "--extra-index-url https://download.pytorch.org/whl/cpu"  # PyPI's torch brings gigabytes of CUDA
 _PIP = f"{sys.executable} -m pip"
 _SMOKE_SECONDS = 120
 
@@ -38,12 +38,12 @@ VersionOf = Callable[[str], str | None]
 
 
 class EnvironmentProblem(UserError):
-    """Packages that cannot work together: the message names them and the line that fixes it."""
+    """Installed packages cannot work together; the message names them and the command that fixes it."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor: what was found, and the command that fixes it."""
+    """A line of `doctor`: the finding, and the command that fixes it."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -52,7 +52,7 @@ class Check:
 
 
 def examine(ranks: int, version_of: VersionOf = installed_version) -> list[Check]:
-    """All checks, cheapest first. Those that import fbgemm run in a subprocess and only if the pair is right."""
+    """Runs all checks, cheapest first; imports fbgemm in a subprocess, and only if its version fits torch's."""
     checks = [check_python(sys.version_info[:2]), check_pair(version_of)]
     if checks[-1].status != "fail":
         checks += check_by_running(version_of)
@@ -60,7 +60,7 @@ def examine(ranks: int, version_of: VersionOf = installed_version) -> list[Check
 
 
 def require_pair(version_of: VersionOf = installed_version) -> None:
-    """For programs that are about to import fbgemm: raises instead of letting a wrong pair crash."""
+    """Raises EnvironmentProblem if importing fbgemm would crash."""
     check = check_pair(version_of)
     if check.status == "fail":
         raise EnvironmentProblem(f"{check.finding} Fix it with:\n    {check.fix}")
@@ -75,7 +75,7 @@ def check_python(version: tuple[int, int]) -> Check:
 
 
 def check_pair(version_of: VersionOf = installed_version) -> Check:
-    """Check that torch 2.(X+5) stands beside fbgemm 1.X, and beside one fbgemm, not both."""
+    """Checks that fbgemm 1.X is installed with torch 2.(X+5), and that only one fbgemm package is."""
     name = "torch/fbgemm pair"
     torch = version_of("torch")
     variants = {package: v for package in ("fbgemm-gpu-cpu", "fbgemm-gpu") if (v := version_of(package)) is not None}
@@ -110,7 +110,7 @@ def check_pair(version_of: VersionOf = installed_version) -> Check:
 def check_by_running(version_of: VersionOf) -> list[Check]:
     """Imports torch and fbgemm in a subprocess, trains one small table and exchanges tensors between two ranks.
 
-    A crash there (wrong library, missing CPU instruction) becomes a sentence here.
+    A crash (wrong library, missing CPU instruction) is reported as a failed check.
     """
     variant = "fbgemm-gpu" if version_of("fbgemm-gpu") else "fbgemm-gpu-cpu"
     torch, fbgemm = PAIRS.get(_series(version_of("torch")) or NEWEST, PAIRS[NEWEST])
@@ -172,7 +172,7 @@ def check_memory(ranks: int, available_bytes: float) -> Check:
 
 
 def check_disk(folder: Path) -> Check:
-    """Checks that a checkpoint may fit."""
+    """Checks that a GiB is free for checkpoints."""
     gib = shutil.disk_usage(folder).free / 2**30
     if gib >= 1.0:
         return Check("disk", "ok", f"{gib:.1f} GiB free in {folder}")
@@ -180,7 +180,7 @@ def check_disk(folder: Path) -> Check:
 
 
 def _install(variant: str, torch: str | None, fbgemm: str | None) -> str:
-    """Return the line that changes least: torch stays where a tested fbgemm goes with it, else fbgemm does."""
+    """Returns the install command that changes least: keeps torch if a tested fbgemm fits it, else keeps fbgemm."""
     found, wanted = _series(torch), _torch_of(fbgemm)
     series = next((one for one in (found, wanted) if one and one in PAIRS), NEWEST)
     tested_torch, tested_fbgemm = PAIRS[series]
@@ -199,7 +199,7 @@ def _series(version: str | None) -> Series | None:
 
 
 def _torch_of(fbgemm: str | None) -> Series | None:
-    """Return the torch series that an fbgemm 1.X is built against: (2, 13) for 1.8."""
+    """Returns the torch series that an fbgemm 1.X is built against: (2, 13) for 1.8."""
     series = _series(fbgemm)
     return (2, series[1] + 5) if series and series[0] == 1 else None
 

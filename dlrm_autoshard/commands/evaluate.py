@@ -1,8 +1,8 @@
-"""`dlrm-autoshard evaluate RUN` and `predict RUN`: what a trained model is worth, and what it says of each sample.
+"""`dlrm-autoshard evaluate RUN` and `predict RUN`: metrics and predictions of a trained model.
 
 dlrm-autoshard evaluate runs/mine --ranks 4                        # metrics on the test split; tables on four ranks
-dlrm-autoshard predict runs/mine --split val --out val.npy         # a probability a sample, in the data's order
-dlrm-autoshard predict runs/mine 'data.test=[new.parquet]' --out new.npy       # of other data
+dlrm-autoshard predict runs/mine --split val --out val.npy         # one probability per sample, in the data's order
+dlrm-autoshard predict runs/mine 'data.test=[new.parquet]' --out new.npy       # for other data
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def add_parser(subparsers: Any) -> None:
     add_split(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.set_defaults(run=run)
-    predict = subparsers.add_parser("predict", help="a trained model's probabilities, to a .npy file; needs no labels")
+    predict = subparsers.add_parser("predict", help="write a trained model's probabilities to .npy; needs no labels")
     add_model(predict)
     add_split(predict)
-    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="float32, one a sample and label")
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="float32, one per sample and label")
     predict.add_argument(
-        "--logits", action="store_true", help="instead of probabilities, which are all 1 where logits are large"
+        "--logits", action="store_true", help="write logits; large ones all become probability 1 in float32"
     )
     predict.set_defaults(run=run_predict)
 
@@ -42,15 +42,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints, or best (default: the newest)"
     )
-    parser.add_argument(
-        "--trust", action="store_true", help="run Python that lies in RUN and that its config names, as when it trained"
-    )
+    parser.add_argument("--trust", action="store_true", help="run the Python files in RUN that its config names")
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that choose data and ranks."""
+    """Adds the arguments that choose device, data and ranks."""
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], help="that the tables' weights fit on (default: the run's)"
+        "--device", choices=["auto", "cpu", "cuda"], help="device that the tables' weights fit on (default: the run's)"
     )
     parser.add_argument("--split", choices=["test", "val", "train"], default="test", help="default: test")
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="processes that share the tables")
@@ -58,7 +56,7 @@ def add_split(parser: argparse.ArgumentParser) -> None:
 
 
 def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """The command on as many ranks as are asked for; on those that torchrun started, where it did."""
+    """Runs the command on --ranks new ranks, or on torchrun's ranks under torchrun."""
 
     @wraps(command)
     def started(arguments: argparse.Namespace) -> int:
@@ -96,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @on_ranks
 def run_predict(arguments: argparse.Namespace) -> int:
-    """Writes a probability a sample and label."""
+    """Writes one probability per sample and label."""
     import numpy as np
 
     from dlrm_autoshard.training.checkpoints.saved_model import saved_model

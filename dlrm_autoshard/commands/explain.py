@@ -1,4 +1,4 @@
-"""`dlrm-autoshard explain PLAN`: who has what, why it is balanced or not, what limits it."""
+"""`dlrm-autoshard explain PLAN`: says which rank has which tables, how balanced that is, and what limits it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("explain", help="say who has what in a plan, and what limits it")
+    parser = subparsers.add_parser("explain", help="say which rank has which tables in a plan, and what limits it")
     parser.add_argument("plan", type=Path, metavar="PLAN|RUN", help="a plan file, or a run: its last plan")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`: for a plan file")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory for tables on each device")
-    parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
+    parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs made by `fit` (default: the shipped ones)")
     add_asked(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.plan.exists():
         raise UserError(f"there is no plan file and no run '{arguments.plan}'.")
     elif arguments.tables is None:
-        raise UserError("a plan file needs --tables FILE: what its tables are like. `tables` makes one.")
+        raise UserError(
+            "a plan file needs --tables FILE, which describes its tables. `dlrm-autoshard tables` makes one."
+        )
     else:
         pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         better = planner.plan(task)
         [gain] = planner.gains(task, plan, [better.plan])
-    except PlanError as error:  # no plan is as asked; this one is explained all the same
+    except PlanError as error:  # no plan meets the constraints; explain the given one all the same
         better = error
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
@@ -81,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     if made_otherwise:
         sentences.append(made_otherwise)
     try:
-        replace(task, topology=replace(task.topology, memory_bytes=None)).check(plan)  # of memory it was said
+        replace(task, topology=replace(task.topology, memory_bytes=None)).check(plan)  # memory_of covers memory
     except PlanError as error:
-        sentences.append(f"The plan is not as asked: {error}")
+        sentences.append(f"The plan breaks a constraint: {error}")
     sentences += why_split(task, plan, planner.step_costs(task))
     if isinstance(better, PlanError):
         sentences.append(f"The planner finds no plan: {better}")
@@ -117,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def costs_asked(plan_file: Path, fitted: Path | None) -> tuple[Path | None, str | None]:
-    """The directory of the costs to explain a plan file by: what is asked for, else what the plan was made by; and a
-    sentence where these are not the same."""
+    """Returns the directory of costs for a plan file: --fitted, else the one the plan was made with; and a sentence if
+    the two differ."""
     from dlrm_autoshard.plan import costs_of_plan
 
     made_by = costs_of_plan(plan_file)
@@ -131,11 +133,11 @@ def costs_asked(plan_file: Path, fitted: Path | None) -> tuple[Path | None, str 
     if asked == of_plan:
         return fitted, None
     where = "the shipped costs" if of_plan is None else f"'{of_plan}'"
-    return fitted, f"The plan was made by other costs than these: {made_by['costs_from']} ({where})."
+    return fitted, f"The plan was made with other costs than these: {made_by['costs_from']} ({where})."
 
 
 def measured_of(record: RunRecord) -> list[str]:
-    """Says in the words of `report` what the run's last interval measured under the plan."""
+    """Returns what the run's last interval measured under the plan, in the sentences of `report`."""
     from dlrm_autoshard.records.diagnosis import describe_straggler
     from dlrm_autoshard.report.verdict import left_to_save
 
@@ -143,16 +145,15 @@ def measured_of(record: RunRecord) -> list[str]:
 
 
 def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost]) -> list[str]:
-    """Where nothing was measured: how balanced the plan is predicted to be, which stage and rank a step waits for, and
-    for which table."""
+    """Describes a plan by predicted costs: its imbalance, the stage and rank that cause most of it, and the table."""
     from dlrm_autoshard.costs import PLANNED_STAGES, balanced_cost_ms, imbalance, step_cost_ms
     from dlrm_autoshard.records.diagnosis import alone_limits, shares_of_stage
     from dlrm_autoshard.records.facts import TableUse
 
     step, bound = step_cost_ms(costs), balanced_cost_ms(costs)
     sentences = [
-        f"These stages are predicted to cost {step:.2f} ms a step; spread evenly the same work would cost {bound:.2f} "
-        f"ms, so imbalance takes {step - bound:.2f} ms ({100 * (step - bound) / step:.0f}%)."
+        f"These stages are predicted to cost {step:.2f} ms a step; perfectly balanced they would cost {bound:.2f} ms, "
+        f"so imbalance takes {step - bound:.2f} ms ({100 * (step - bound) / step:.0f}%)."
     ]
     lost = {
         stage: max(c.stage(stage) for c in costs) - sum(c.stage(stage) for c in costs) / len(costs)
@@ -160,7 +161,7 @@ def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost])
     }
     worst = max(lost, key=lambda stage: lost[stage])
     if lost[worst] <= 0.01 * step:
-        return [*sentences, "No stage is predicted to be out of balance by more than 1% of them."]
+        return [*sentences, "No stage is predicted to lose more than 1% of that to imbalance."]
     rank = max(range(len(costs)), key=lambda r: costs[r].stage(worst))
     values = [c.stage(worst) for c in costs]
     sentences.append(
@@ -176,20 +177,20 @@ def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost])
         name, share = shares[0]
         use = next(use for use in uses if use.name == name)
         sentences.append(
-            f"Its heaviest table there is '{name}' (dim {use.embedding_dim}, {use.mean_pooling:.1f} ids a sample), "
+            f"Its costliest table there is '{name}' (dim {use.embedding_dim}, {use.mean_pooling:.1f} ids a sample), "
             f"{share:.0%} of the rank's work{alone_limits(shares)}."
         )
     return sentences
 
 
 def memory_of(plan: ShardingPlan, table_bytes: dict[str, int], memory: Sequence[int] | None) -> list[str]:
-    """Says how much memory tables take on the fullest rank, and whether they fit."""
+    """Describes the memory that tables take on the fullest rank, and whether they fit."""
     from dlrm_autoshard.formats.words import gib
     from dlrm_autoshard.plan import bytes_per_rank
 
     sentences = []
     used = bytes_per_rank(plan, table_bytes)
-    fullest = max(range(len(used)), key=lambda r: used[r] / (max(memory[r], 1) if memory else 1))  # of what it has
+    fullest = max(range(len(used)), key=lambda r: used[r] / (max(memory[r], 1) if memory else 1))
     if memory is None:
         sentences.append(f"The fullest rank is {fullest} with {gib(used[fullest])}.")
     elif used[fullest] > memory[fullest]:
@@ -208,8 +209,8 @@ def memory_of(plan: ShardingPlan, table_bytes: dict[str, int], memory: Sequence[
 
 
 def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[ShardingPlan], float]) -> list[str]:
-    """For each split table, that it fits no rank whole, or else what the step would cost with the table whole, on the
-    best of the ranks that have a part. task: of the plan's shards."""
+    """Returns a sentence per split table: it fits no rank whole, or what the step would cost with it whole on the best
+    of its ranks. task: has the plan's shards."""
     from dlrm_autoshard.formats.words import gib
     from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank
 
@@ -218,7 +219,7 @@ def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[Shardi
     for table in plan.split_tables:
         parts = [str(part) for part in plan.parts_of(table)]
         widths = " + ".join(str(shard.embedding_dim) for shard in task.tables if shard.name in parts)
-        said = f"'{table}' is split into {len(parts)} parts ({widths} columns): whole,"
+        said = f"'{table}' is split into {len(parts)} shards ({widths} columns): whole,"
         need = task.with_shards([task.shard(table)[0]]).table_bytes[table]
         if most is not None and need > most:
             sentences.append(f"{said} it would need {gib(need)}, and no rank has more than {gib(most)}.")
@@ -229,25 +230,23 @@ def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[Shardi
         said += f" on one of their ranks, it would make the step cost {whole:.2f} ms instead of {now:.2f}"
         used = bytes_per_rank(ShardingPlan(others, plan.world_size), task.table_bytes)
         full = memory is not None and all(used[rank] + need > memory[rank] for rank in plan.ranks_of(table))
-        sentences.append(f"{said}, and none of these has room for it." if full else f"{said}.")
+        sentences.append(f"{said}, and none of them has room for it." if full else f"{said}.")
     return sentences
 
 
 def compare(plan: ShardingPlan, better: ShardingPlan, gain: Gain, of_what: str, per_part: bool = False) -> str:
-    """Says what the planner's own plan would save, with its 90% interval. per_part: tables may be split only because
-    `plan` is told so."""
+    """Describes the saving of the planner's own plan, with its 90% interval. per_part: the planner needs --per-part to
+    split tables as `plan` does."""
     from dlrm_autoshard.formats.words import count
     from dlrm_autoshard.records.decisions import interval_in_words
     from dlrm_autoshard.records.diagnosis import NINETY
 
     low, high = gain.mean - NINETY * gain.std, gain.mean + NINETY * gain.std
     if gain.mean < 0.005:
-        return "The planner finds nothing that is predicted to be more than 0.5% better."
+        return "The planner finds no plan that is predicted to be more than 0.5% better."
     told = interval_in_words(gain.mean, low, high)
     if low <= 0:
-        return (
-            f"The planner finds nothing that is surely better: the best plan is predicted to save {told} of {of_what}."
-        )
+        return f"The planner finds no plan that is surely better: the best is predicted to save {told} of {of_what}."
     tables = {move.shard.table for move in plan.moves_to(better)}
     return (
         f"`dlrm-autoshard plan{' --per-part' if per_part else ''}` would move {count(len(tables), 'table')}, which is "

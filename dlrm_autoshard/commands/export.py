@@ -1,9 +1,9 @@
-"""`dlrm-autoshard export RUN --to pt|numpy|torchrec`: a trained model, for programs that don't have this package.
+"""`dlrm-autoshard export RUN --to pt|numpy|torchrec`: writes a trained model for programs without this package.
 
-pt        a program: torch.export.load(FILE).module()(dense_BF, values, offsets) gives probabilities
-numpy     an .npz with every weight under its name, written with one table at a time in memory
-torchrec  a state dict whose tables have the names of TorchRec's EmbeddingBagCollection
-Beside each FILE.json says what goes in, or is in it, and in which order (records/SCHEMA.md, FILE.json).
+pt        a program: torch.export.load(FILE).module()(dense_BF, values, offsets) returns probabilities
+numpy     an .npz of every weight by name, written one table at a time
+torchrec  a state dict with the table names of TorchRec's EmbeddingBagCollection
+FILE.json beside it lists inputs or contents in order (records/SCHEMA.md, FILE.json).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ENDINGS = {"pt": ".pt2", "numpy": ".npz", "torchrec": ".pt"}
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("export", help="a trained model, for programs without this package")
+    parser = subparsers.add_parser("export", help="write a trained model for programs without this package")
     add_model(parser)
-    parser.add_argument("--to", choices=list(_ENDINGS), default="pt", help="form of the file (default: pt)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/model with the form's ending")
+    parser.add_argument("--to", choices=list(_ENDINGS), default="pt", help="format of the file (default: pt)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/model with the format's ending")
     parser.set_defaults(run=run)
 
 
@@ -45,19 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     if launcher_number("WORLD_SIZE", 1) > 1:
-        raise UserError("export takes one process: start it without torchrun.")
+        raise UserError("export runs in one process: start it without torchrun.")
     check_run(arguments.model)
     check_out(out)
     with whole_file(out) as file:
         described = _written(arguments, file)
     description = out.with_name(f"{out.name}.json")
     write_whole(description, json.dumps({"schema": SCHEMA, "model": out.name, **described}, indent=1) + "\n")
-    print(f"the model of step {described['step']}: {out}; what goes in: {description}")
+    print(f"model of step {described['step']}: {out}; its inputs and outputs: {description}")
     return 0
 
 
 def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
-    """Writes the model and returns what there is to say about it."""
+    """Writes the model and returns its description."""
     import torch
 
     from dlrm_autoshard.data.features import Features
@@ -77,7 +77,7 @@ def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
     described: dict[str, Any]
     if arguments.to == "pt":
         model = PlainModel(weights, source, features, config.model)
-        with elapsing("making a program of it"):
+        with elapsing("exporting the program"):
             export_plain(model, source, file)
         described = call_of(source)
     else:
@@ -93,7 +93,7 @@ def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
 
 
 def _described(tensors: Iterable[tuple[str, Tensor]], into: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Notes each tensor's name, shape and type as it passes, and keeps none."""
+    """Yields the tensors and appends each one's name, shape and dtype to `into`; holds none in memory."""
     for name, tensor in tensors:
         into.append({"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")})
         yield name, tensor
@@ -101,18 +101,18 @@ def _described(tensors: Iterable[tuple[str, Tensor]], into: list[dict[str, Any]]
 
 
 def write_npz(file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """As np.savez does, but with one array at a time in memory; fractions as float32, for numpy has no bfloat16."""
+    """Writes an .npz like np.savez, one array in memory at a time; floats as float32, as numpy has no bfloat16."""
     from numpy.lib.format import write_array
 
     with ZipFile(file, "w") as archive:
         for name, tensor in tensors:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 write_array(entry, (tensor.float() if tensor.is_floating_point() else tensor).numpy())
-            del tensor  # before the next one is read
+            del tensor  # frees it before the next is read
 
 
 def inputs_of(config: Config, source: DataSource) -> dict[str, Any]:
-    """Describes the model's inputs and outputs, in order, and the settings of the data that it learned from."""
+    """Describes the model's inputs and outputs in order, and the data settings it was trained with."""
     from dlrm_autoshard.data.batch import has_id_weights, label_names_of
     from dlrm_autoshard.data.features import shared_by
 

@@ -1,4 +1,4 @@
-"""`dlrm-autoshard fit`: fits cost model and policies to the training tasks; DIR is for `plan`, `compare-planners`."""
+"""`dlrm-autoshard fit`: fits the cost model and a policy to training tasks, for `plan` and `compare-planners`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def add_parser(subparsers: Any) -> None:
         "--algorithm",
         choices=["dreamshard", "autoshard", "rnn"],
         default="dreamshard",
-        help="whose policy: the costs serve every algorithm; autoshard measures every placement that it tries",
+        help="whose policy; the fitted costs serve every algorithm; autoshard measures each placement that it tries",
     )
-    parser.add_argument("--iterations", type=positive, default=10, help="of measuring, cost model, policy (default 10)")
-    parser.add_argument("--placements", type=positive, default=10, help="measured in each iteration (default 10)")
     parser.add_argument(
-        "--reference", action="store_true", help="DreamShard to the letter (Zha et al. 2022), to compare ours with"
+        "--iterations", type=positive, default=10, help="rounds: measure, fit costs, policy (default 10)"
     )
-    parser.add_argument("--cold", action="store_true", help="start from nothing instead of the shipped costs")
+    parser.add_argument("--placements", type=positive, default=10, help="placements measured per round (default 10)")
+    parser.add_argument(
+        "--reference", action="store_true", help="DreamShard exactly as in Zha et al. 2022, for comparison with ours"
+    )
+    parser.add_argument("--cold", action="store_true", help="start from random weights instead of the shipped costs")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the fitted planner")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.probe.shipped_costs import start_warm
 
     if arguments.reference and arguments.algorithm != "dreamshard":
-        raise UserError(f"--reference is DreamShard to the letter; there is none of '{arguments.algorithm}'.")
+        raise UserError(f"--reference is for --algorithm dreamshard; '{arguments.algorithm}' has no reference version.")
     check_out(arguments.out, folder=True)
     started = time.perf_counter()
     tasks = TaskSet.load(arguments.tasks)
@@ -62,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         iterations=arguments.iterations,
         placements=arguments.placements,
     )
-    torch.set_num_threads(1)  # as ranks compute
+    torch.set_num_threads(1)  # as in ranks
     planner = Planner(arguments.algorithm, seed=arguments.seed, reference=arguments.reference, settings=budget)
-    if arguments.costs == "measured" and not arguments.cold:  # shipped costs are a real machine's
+    if arguments.costs == "measured" and not arguments.cold:  # shipped costs come from real machines
         start_warm(planner, hardware_fingerprint())
     costs = Costs(arguments.costs, planner.costs.exchange, arguments.seed)
     problems = [
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for errors in (report.error_before, report.error_after)
             )
             print(
-                f"error of forward and backward computation on these {report.samples} shards: "
+                f"error of forward and backward compute on these {report.samples} sets of tables: "
                 f"{before} before, {after} after"
             )
     return 0

@@ -1,6 +1,6 @@
-"""Every key of the YAML file with its type, default and meaning, as Markdown: `dlrm-autoshard configs --keys`.
+"""Lists every key of the YAML file with type, default and meaning, as Markdown: `dlrm-autoshard configs --keys`.
 
-The meaning of a key is the comment beside it, or above it, in the section's class.
+A key's meaning is the comment beside or above it in its section's class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?$")
 
 
 def keys_page() -> str:
-    """Returns a table for each section, and for each source of `data`."""
+    """Returns a table per section, and per source of `data`."""
     text = ["# Keys of the YAML file", "", "Written by `dlrm-autoshard configs --keys`; a test compares the two. Units "
             "stand with the meaning; GiB are 2^30 bytes."]  # fmt: skip
     for title, section in _sections():
@@ -44,7 +44,7 @@ def _sections() -> Iterator[tuple[str, type[Section]]]:
 
 
 def _keys(path: str, section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (key, value, default, meaning), with the keys of sections within it."""
+    """Yields (key, value, default, meaning) of a section and its nested sections."""
     meanings, shared = _meanings(section), DataSection.model_fields if section is not DataSection else {}
     for key, field in section.model_fields.items():
         if issubclass(section, DataSection) and key in shared:
@@ -63,7 +63,7 @@ def _keys(path: str, section: type[Section]) -> Iterator[tuple[str, str, str, st
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Returns the comments of a class's fields, and of those that it inherits."""
+    """Returns the comments of a class's own and inherited fields."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if not (issubclass(kind, Section) and kind is not Section):
@@ -86,7 +86,7 @@ def _classes(annotation: Any) -> list[type[Section]]:
 
 
 def _in_words(annotation: Any, metadata: Any = ()) -> str:
-    """'whole number >= 1, or null' of `PositiveInt | None`."""
+    """Describes a type: 'whole number >= 1, or null' for `PositiveInt | None`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _in_words(arguments[0], [*arguments[1:], *metadata])

@@ -1,7 +1,7 @@
-"""The console script `dlrm-autoshard`: one subcommand a module, each of which adds its own parser.
+"""The console script `dlrm-autoshard`: one module per subcommand.
 
-A command module has `add_parser(subparsers)`, which sets `run=` to a function of the parsed arguments that returns an
-exit status. Modules are imported only by name here and import heavy things (torch, fbgemm) inside `run`.
+A command module has `add_parser(subparsers)`, which sets `run=` to a function from the parsed arguments to an exit
+status. It imports slow packages (torch, fbgemm) inside `run` only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if rest and not hasattr(arguments, "overrides"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # of a job's settings; argparse takes positional arguments up to the first option only
+    if rest:  # settings of a job; argparse takes positional arguments only up to the first option
         arguments.overrides = [*arguments.overrides, *rest]
     try:
         for name, value in vars(arguments).items():
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif isinstance(value, list) and value and isinstance(value[0], Path):
                 setattr(arguments, name, [checked_path(path, name) for path in value])
         status = int(arguments.run(arguments) or 0)
-        sys.stdout.flush()  # here, where a reader who has gone can still be forgiven
+        sys.stdout.flush()  # a reader that has gone raises here, where BrokenPipeError is caught
         return status
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             complain(f"dlrm-autoshard {arguments.command}: {theirs}")
             return 1
-        if not getattr(error, "said_here", False):  # by the rank that is why this one failed
+        if not getattr(error, "said_here", False):  # already printed by the rank that caused it
             complain(f"dlrm-autoshard {arguments.command}: {text}")
         return 2
 

@@ -1,4 +1,4 @@
-"""`dlrm-autoshard plan`: one plan for the tables of a file, with the evidence it was chosen by."""
+"""`dlrm-autoshard plan`: plans the tables of a run or a file, and shows the candidates it chose from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _GUESSED_BATCH = 65536
-"""Samples that ids are drawn for where a TorchRec module comes without statistics."""
+"""Samples to draw ids for if a TorchRec module comes without statistics."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,32 +39,36 @@ def add_parser(subparsers: Any) -> None:
         nargs="?",
         type=Path,
         metavar="RUN",
-        help="its tables, as its settings ask (default devices: its ranks)",
+        help="a run: its tables and settings (default devices: its ranks)",
     )
-    parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`, instead of a run")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json made by `tables`, instead of a run")
     parser.add_argument(
         "--from-torchrec",
         type=Path,
         metavar="FILE",
-        help="module.json of dlrm_autoshard.torchrec.save_modules, instead",
+        help="module.json made by dlrm_autoshard.torchrec.save_modules, instead of a run",
     )
     add_devices(parser, required=False)
-    known = f"{ALGORITHM_NAMES}; or what `fit` made"
+    known = f"{ALGORITHM_NAMES}; or a directory made by `fit`"
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help=known)
-    parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
+    parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs made by `fit` (default: the shipped ones)")
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="where tables will be: whose shipped costs are taken"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device of the tables, which chooses the shipped costs"
     )
     add_asked(parser)
-    parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
+    parser.add_argument(
+        "--per-part", action="store_true", help="rowwise_adagrad: split tables, with a sum per shard's row"
+    )
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
-    parser.add_argument("--budget-seconds", type=seconds, metavar="S", help="stop searching after so long")
+    parser.add_argument("--budget-seconds", type=seconds, metavar="S", help="stop searching after S seconds")
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--format", choices=["autoshard", "torchrec"], default="autoshard", help="of --out and --json")
+    parser.add_argument(
+        "--format", choices=["autoshard", "torchrec"], default="autoshard", help="format of --out and --json"
+    )
     parser.add_argument(
         "--module", default="embedding_bag_collection", help="torchrec: path of the EmbeddingBagCollection"
     )
-    parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="torchrec: GPUs of a host; default: all")
+    parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="torchrec: GPUs per host (default: all)")
     add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it; torchrec: JSON, or FILE.py")
     parser.set_defaults(run=run)
 
@@ -91,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         of_run = tables_of_run(arguments.of_run)
         pool = of_run.pool
     elif arguments.devices is None:
-        raise UserError("--devices N is missing: how many ranks to place the tables on.")
+        raise UserError("--devices N is missing: the number of ranks to place the tables on.")
     elif arguments.from_torchrec is not None:
         arguments.format, modules = "torchrec", load_modules(arguments.from_torchrec)
         pool = pool_of_modules(modules, arguments.batch_size or _GUESSED_BATCH, arguments.seed, arguments.json)
@@ -99,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
         pool = TablePool.load(arguments.tables)
     if arguments.measure and arguments.algorithm != "auto":
         raise UserError(
-            f"--measure chooses among the finalists of `auto`, and '{arguments.algorithm}' makes one plan: leave "
-            "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
+            f"--measure chooses among the finalists of `auto`, and '{arguments.algorithm}' makes a single plan. Leave "
+            "--measure out, or use --algorithm auto (--fitted DIR gives it costs made by `fit`)."
         )
     if arguments.measure and arguments.device != "cpu":
         raise UserError(
-            "--measure times lookups on this machine's CPU, and --device says that tables will be on GPUs: leave one "
-            "of them out. A job measures its finalists on its own ranks."
+            "--measure times lookups on this machine's CPU, but --device puts the tables on GPUs. Leave one of them out; "
+            "a job measures its finalists on its own ranks."
         )
     task = task_of(pool, of_run, arguments.devices, arguments, may_split=arguments.per_part)
     planner = planner_of(
@@ -152,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(result: PlanResult, task: PlacementTask) -> None:
-    """task: of the plan's shards."""
+    """Prints the plan, its candidates and its predicted cost. task: has the plan's shards."""
     from rich.console import Console
 
     from dlrm_autoshard.costs import balanced_cost_ms

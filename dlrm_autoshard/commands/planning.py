@@ -1,7 +1,7 @@
-"""Placement problems and planners, as the planning subcommands' arguments ask for them.
+"""Makes the placement task and the planner that a planning command's arguments describe.
 
 task = task_of(pool, None, devices=8, arguments=arguments, may_split=False)
-planner = planner_of("auto", seed=0)                     # or of a directory that `fit` made
+planner = planner_of("auto", seed=0)                     # or a directory made by `fit`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "planner.json"
 _MOST_INTERVALS, _LEAST_SAMPLES = 6, 3
-"""The last intervals of a run that are learned from, and sampled steps that one must have."""
+"""How many of a run's last intervals are learned from, and the fewest sampled steps that an interval needs."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def topology_of(devices: int, memory_gib: float | None) -> Topology:
 
 
 def check_devices(devices: int, memory_gib: float | None) -> None:
-    """UserError where --devices or --memory-gib is out of range."""
+    """Raises UserError if --devices or --memory-gib is out of range."""
     if devices < 1:
         raise UserError(f"--devices is {devices}; it must be 1 or more.")
     if memory_gib is not None and not 0 < memory_gib < 2**30:
@@ -59,9 +59,10 @@ def check_devices(devices: int, memory_gib: float | None) -> None:
 def task_of(
     pool: TablePool, of_run: OfRun | None, devices: int, arguments: argparse.Namespace, *, may_split: bool
 ) -> PlacementTask:
-    """These tables on so many ranks. of_run: where they are a run's, whose memory, pins, groups, excluded ranks, splits
-    and optimizer hold where the arguments ask nothing else, and its hosts where it had as many ranks. may_split:
-    whatever the optimizer is."""
+    """Returns the task of placing these tables on `devices` ranks.
+
+    of_run: the run they come from. Its memory, pins, groups, excluded ranks, splits and optimizer are the defaults of
+    the arguments; its hosts count if it had as many ranks. may_split: allow splits whatever the optimizer."""
     from dlrm_autoshard.autoshard.asked import check_settings, constraints_of, memory_asked, splits_of
     from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
     from dlrm_autoshard.plan import Topology
@@ -96,19 +97,20 @@ def task_of(
 
 
 def pins_of(pins: Sequence[str]) -> dict[str, int]:
-    """Returns the ranks that `--pin TABLE=RANK` names, by table."""
+    """Parses --pin TABLE=RANK into ranks by table."""
     pinned = {}
     for pin in pins:
         table, equals, rank = pin.rpartition("=")
         if not equals or not re.fullmatch("[0-9]{1,9}", rank):
-            raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
+            raise UserError(f"--pin '{pin}' must have the form TABLE=RANK, such as --pin user=0.")
         pinned[table] = int(rank)
     return pinned
 
 
 def learn_from(planner: Planner, record: RunRecord, of_run: OfRun, task: PlacementTask) -> None:
-    """Corrects the costs by the run's last intervals, as the run itself did; not where another optimizer or another
-    number of ranks is asked for."""
+    """Corrects the planner's costs by the run's last intervals, as the job itself did.
+
+    Does nothing if the task has another optimizer or number of ranks than the run."""
     from dlrm_autoshard.costs import StepProfile
     from dlrm_autoshard.records.facts import pooling_of_tables
 
@@ -128,7 +130,7 @@ def learn_from(planner: Planner, record: RunRecord, of_run: OfRun, task: Placeme
             StepProfile(profile.plan, pool.tables, stats, profile.batch_size, ranks, "measured", noise), task.topology
         )
     if kept:
-        planner.costs.costs_from += f", and what {count(len(kept), 'interval')} of the run measured"
+        planner.costs.costs_from += f", corrected by {count(len(kept), 'interval')} of the run"
 
 
 def planner_of(
@@ -140,10 +142,12 @@ def planner_of(
     device: str = "cpu",
     shipped: bool = True,
 ) -> Planner:
-    """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
-    the directory `fitted`, or else with those that the package ships, for tables with that optimizer on such a device,
-    whether or not this machine has one. shipped=False: it knows of no machine's costs. From here on this process
-    computes as a rank does, on one thread: what it measures is what a rank would take."""
+    """Returns a planner ready to plan.
+
+    algorithm: a name, or a directory made by `fit`. fitted: a directory made by `fit` with costs and policies for a
+    named algorithm; default: the shipped ones for this optimizer and device, whether or not this machine has such a
+    device. shipped=False: no costs of any machine. Sets this process to one thread, as ranks are, so that it measures
+    what a rank would take."""
     import torch
 
     from dlrm_autoshard.formats.json_file import read_json
@@ -156,8 +160,8 @@ def planner_of(
     named = algorithm in ALGORITHMS
     if not named and fitted is not None:
         raise UserError(
-            f"--algorithm '{algorithm}' is not one of {', '.join(ALGORITHMS)}; --fitted gives one of these its costs, "
-            "and a directory that `fit` made is either the algorithm or --fitted."
+            f"--algorithm '{algorithm}' is not one of {', '.join(ALGORITHMS)}, so it cannot take --fitted. A directory "
+            "made by `fit` goes either to --algorithm or to --fitted."
         )
     if named and fitted is None:
         planner = Planner(algorithm, seed=seed)
@@ -168,7 +172,7 @@ def planner_of(
         return planner
     file = (Path(algorithm) if fitted is None else fitted) / STATE_FILE
     if not file.is_file():
-        unknown = "" if named else f", and is none of the algorithms {', '.join(ALGORITHMS)}"
+        unknown = "" if named else f", and is not one of the algorithms {', '.join(ALGORITHMS)}"
         raise UserError(
             f"'{file.parent}' holds no fitted planner ({STATE_FILE}){unknown}. Make one with `dlrm-autoshard fit`."
         )
@@ -180,7 +184,7 @@ def planner_of(
     load_planner(planner, file)
     if planner.makers.by_reference and algorithm != "dreamshard":
         raise UserError(
-            f"'{file.parent}' is of `fit --reference`, which learns nothing that '{algorithm}' could use: make one "
+            f"'{file.parent}' was made by `fit --reference`, which learns nothing that '{algorithm}' can use. Make one "
             "without --reference."
         )
     return planner

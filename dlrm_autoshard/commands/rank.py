@@ -1,7 +1,7 @@
-"""One rank of a training job: what `dlrm-autoshard train` and `torchrun launch/train.py` start.
+"""Runs one rank of a training job: `dlrm-autoshard train` and `torchrun launch/train.py` start it.
 
-What people can fix (config, data, plan, packages) ends in a sentence and exit status 2; an error in code of theirs in
-its traceback from there on, all else in the whole one, with exit status 1.
+Mistakes that people can fix (config, data, plan, packages) print a sentence and exit 2; errors in user code print its
+part of the traceback and exit 1; all others print the whole traceback and exit 1.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from dlrm_autoshard.data.batch import DataSource
 
 
-_PLACE = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}  # of a rank, as torchrun says it
+_PLACE = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}  # torchrun's variables and their defaults
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads a rank's command line."""
     parser = argparse.ArgumentParser(description="Trains a DLRM as a YAML file says.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the YAML file")
-    parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # by whoever started this rank
+    parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # the launcher has run `check`
     add_settings(parser)
     arguments = parser.parse_intermixed_args(argv)
     sort_settings(arguments)
@@ -41,13 +41,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the settings of a job beside its YAML file, for every way to start it."""
+    """Adds --resume and the settings that override the YAML file."""
     parser.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="RUN|CHECKPOINT",
-        help="from RUN's newest checkpoint, or from this one of a run; without a name, of the newest run",
+        help="continue from a run's newest checkpoint, or from this checkpoint (without a name: the newest run)",
     )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that replace the file's"
@@ -55,7 +55,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_settings(arguments: argparse.Namespace) -> None:
-    """`--resume train.epochs=3`: the override is no directory."""
+    """Takes `--resume train.epochs=3` as --resume without a name, followed by a setting."""
     if arguments.resume and "=" in arguments.resume and not Path(arguments.resume).exists():
         arguments.overrides = [arguments.resume, *arguments.overrides]
         arguments.resume = ""
@@ -64,9 +64,10 @@ def sort_settings(arguments: argparse.Namespace) -> None:
 
 
 def check(config: Config, ranks: int, resume: str | None = None) -> DataSource | None:
-    """Before the ranks of a job on this host run: UserError where it cannot start as its config says, a line where it
-    can, and had better not. On several hosts the ranks check, so that all hear of what one host lacks. Returns the
-    data, as `check_start` does."""
+    """Checks a job before its ranks start: raises UserError if it cannot start, warns if ranks must share cores.
+
+    Returns the opened data, as `check_start` does. With several hosts each rank checks instead, so that all hear of
+    what one host lacks."""
     import torch
 
     from dlrm_autoshard.training.start_checks import check_start
@@ -75,15 +76,15 @@ def check(config: Config, ranks: int, resume: str | None = None) -> DataSource |
     cores = len(os.sched_getaffinity(0))
     if ranks > cores and (config.run.device == "cpu" or not torch.cuda.is_available()):
         shared = count(cores, "core")
-        print(f"{ranks} ranks share {shared}, and wait for one another: fewer train faster.", file=sys.stderr)
+        print(f"{ranks} ranks share {shared} and wait for each other: fewer ranks train faster.", file=sys.stderr)
     return source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as a rank that somebody has started."""
+    """Trains as one rank of a job that a launcher started."""
     keep_training_without_output()
     signal.signal(signal.SIGINT, leave)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone would be told with torch's own stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints C++ stacks when a store goes away
     from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.config import load_config
 
@@ -103,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @recorded
 def train(config: Config, resume: str | None, source: DataSource | None) -> int:
-    """Trains as a rank, in this process; returns its exit status. source: the data, where they have been opened."""
-    # Only now what takes seconds to import.
+    """Trains as a rank in this process and returns the exit status. source: the data, if already open."""
+    # These imports take seconds.
     from dlrm_autoshard.distributed.ranks.heartbeats import RankFailure
     from dlrm_autoshard.training.stop_signals import Stopped
     from dlrm_autoshard.training.train import run_job

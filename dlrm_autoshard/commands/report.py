@@ -1,4 +1,4 @@
-"""`dlrm-autoshard report RUN [RUN2]`: what a run's steps cost and why, on the terminal, as HTML, JSON or CSV.
+"""`dlrm-autoshard report RUN [RUN2]`: shows what a run's steps cost and why, on the terminal, as HTML, JSON or CSV.
 
 dlrm-autoshard report runs/movielens
 dlrm-autoshard report runs/static runs/moving        # side by side
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     form.add_argument(
         "--html",
         action="store_true",
-        help="write RUN/report.html; of two runs one page, here",
+        help="write RUN/report.html; for two runs one page in this folder",
     )
     form.add_argument("--json", action="store_true", help="everything, for programs")
     form.add_argument("--csv", action="store_true", help="one row per run, interval, rank and stage, in ms")
@@ -72,13 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def told_apart(runs: Sequence[Path], records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Runs of one name, with the folders that differ in it: charts and tables know a run by its name."""
+    """Renames runs with equal names by adding the folders that differ, as charts and tables know runs by name."""
     whole = [run.resolve().parts for run in runs]
     for length in range(1, max(map(len, whole)) + 1):
         names = [str(Path(*parts[-length:])) for parts in whole]
         if len(set(names)) == len(names):
             return [replace(record, name=name) for record, name in zip(records, names, strict=True)]
-    return list(records)  # one run beside itself
+    return list(records)  # a run compared with itself
 
 
 def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""Tables and their statistics, for the planning commands: of a run, a CSV file, TorchRec modules, files of ids."""
+"""Reads tables and their statistics for the planning commands: of a run, a CSV file, TorchRec modules, files of ids."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _MOST_BYTES = 1 << 24
 
 
 def tables_of_run(run: Path) -> OfRun:
-    """Returns a run's tables, by its records alone: none of its data are read, nor is code that its config names run.
-    Pooling is as last measured, reuse as when its job started."""
+    """Returns a run's tables from its records alone, without reading its data or running code that its config names.
+
+    Pooling is as last measured, reuse as at the job's start."""
     from dataclasses import replace
 
     from dlrm_autoshard.config import load_config
@@ -34,16 +35,16 @@ def tables_of_run(run: Path) -> OfRun:
 
     record = RunRecord.load(run)
     if not record.intervals:
-        raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so nothing is known of its tables.")
+        raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so its tables' work is unknown.")
     if not (run / CONFIG).exists():
         raise UserError(
-            f"'{run}' has no {CONFIG}: it is of a training loop of its own, whose settings are not known. List its "
+            f"'{run}' has no {CONFIG}: it comes from a custom training loop, whose settings are not recorded. List its "
             "tables in a file (`tables --from-csv FILE`)."
         )
     if not (run / TABLES).exists():
         raise UserError(
-            f"'{run}' has no {TABLES}, which says what its tables are like; jobs of earlier versions left none. Resume "
-            "it, or list its tables in a file (`tables --from-csv FILE`)."
+            f"'{run}' has no {TABLES}, the description of its tables; earlier versions did not write it. Resume the run, "
+            "or list its tables in a file (`tables --from-csv FILE`)."
         )
     pool = TablePool.load(run / TABLES)
     pooling = pooling_of_tables(record.last.tables)
@@ -56,7 +57,8 @@ def tables_of_run(run: Path) -> OfRun:
 
 
 def pool_of_csv(path: Path, shape: TablesConfig, batch_size: int, seed: int, quiet: bool) -> TablePool:
-    """Tables as a CSV file lists them, one a line, with ids drawn by their pooling and skew. UserError: the line."""
+    """Reads a CSV file of tables, one per line, and draws ids by their pooling and skew. UserError names the bad
+    line."""
     import csv
 
     import pydantic
@@ -86,7 +88,7 @@ def pool_of_csv(path: Path, shape: TablesConfig, batch_size: int, seed: int, qui
 
 
 def pool_of_modules(modules: Modules, batch_size: int, seed: int, quiet: bool) -> TablePool:
-    """Tables of TorchRec modules, named as `table_key` says; ids are drawn for those without statistics."""
+    """Returns the tables of TorchRec modules, named by `table_key`; draws ids for those without statistics."""
     from dataclasses import replace
 
     from dlrm_autoshard.config import TablesConfig
@@ -122,7 +124,8 @@ def _drawn(tables: list[SyntheticTable], shape: TablesConfig, batch_size: int, s
 
 
 def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None, quiet: bool) -> TablePool:
-    """Statistics over a whole batch, test samples too: a file is one batch of its job. One table's ids at a time."""
+    """Returns tables of dlrm_datasets files, with statistics over a whole batch including test samples, as a file is
+    one batch of its job. Reads one table's ids at a time."""
     from dlrm_autoshard.config_data import DlrmDatasetsData
     from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
@@ -146,7 +149,7 @@ def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None,
 
 
 def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
-    """Returns statistics of each table over the first batch of the training samples."""
+    """Returns the tables with statistics over the first batch of the training samples."""
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import measure_table_stats
 

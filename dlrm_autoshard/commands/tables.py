@@ -1,4 +1,4 @@
-"""`dlrm-autoshard tables`: a data set, or a synthetic pool -> tables.json with what the 21 features are made of."""
+"""`dlrm-autoshard tables`: measures tables, or draws synthetic ones, and writes tables.json for the planner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH_SIZE = 65536
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tables", help="measure the tables of dlrm_datasets files, or make synthetic ones")
     parser.add_argument("files", nargs="*", metavar="FILE", help="fbgemm_t*_bs*.pt.gz files of dlrm_datasets")
-    parser.add_argument("--from-run", type=Path, metavar="RUN", help="the tables of a run, as its data use them")
+    parser.add_argument("--from-run", type=Path, metavar="RUN", help="the tables of a run, with its measured pooling")
     parser.add_argument(
         "--from-csv", type=Path, metavar="FILE", help="columns name, num_embeddings; embedding_dim, mean_pooling, alpha"
     )
@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> None:
         "--synthetic",
         type=int,
         metavar="N",
-        help="N made-up tables, with about the statistics that dlrm_datasets publishes: of 2022 where N is 788, its "
-        "number of tables, else of 2021, which has 856",
+        help="N made-up tables with about the statistics that dlrm_datasets publishes: those of 2022 if N is 788, its "
+        "number of tables, else those of 2021, which has 856",
     )
     parser.add_argument("--rows", type=range_within(1, 2**40), metavar="LOW:HIGH", help="synthetic (default 1e3:1e7)")
     parser.add_argument(
@@ -42,14 +42,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--pooling", type=range_within(0, 1e5), metavar="LOW:HIGH", help="synthetic: mean ids a sample (default 1:60)"
     )
-    parser.add_argument("--dtype", choices=["fp32", "fp16"], help="of the tables' weights (default fp32)")
+    parser.add_argument("--dtype", choices=["fp32", "fp16"], help="dtype of the tables' weights (default fp32)")
     parser.add_argument(
         "--batch-size",
         type=int,
         metavar="N",
-        help="samples measured: reuse grows with it (default: the first file; 65536 without one, 131072 for 788)",
+        help="samples to measure: reuse grows with it (default: the first file; 65536 without one, 131072 for 788)",
     )
-    parser.add_argument("--seed", type=seed, default=0, help="of what is drawn: made-up tables, a CSV's ids")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of made-up tables and of a CSV's ids")
     add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")
     parser.set_defaults(run=run)
 
@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("give files of dlrm_datasets, or --from-run RUN, or --from-csv FILE, or --synthetic N.")
     for name in arguments.files:
         if not name.endswith((".pt", ".pt.gz")):
-            raise UserError(f"'{name}' is no .pt or .pt.gz file of dlrm_datasets; `tables` reads those.")
+            raise UserError(f"'{name}' is not a .pt or .pt.gz file of dlrm_datasets, which is what `tables` reads.")
     of_run = (arguments.dim, arguments.dtype, arguments.batch_size)
     if arguments.from_run is not None and of_run != (None, None, None):
         raise UserError(
-            "--from-run takes a run's tables as they are, at its own batch: leave --dim, --dtype and --batch-size out "
-            "(`plan RUN --batch-size N` plans for another batch)."
+            "--from-run takes a run's tables as they are, at its own batch size: leave out --dim, --dtype and --batch-size "
+            "(`plan RUN --batch-size N` plans for another batch size)."
         )
     if arguments.synthetic is None and (arguments.rows, arguments.pooling) != (None, None):
-        raise UserError("--rows and --pooling are for --synthetic N; other tables have rows and pooling of their own.")
+        raise UserError("--rows and --pooling are for --synthetic N only; other tables have their own.")
     pool = _pool(arguments)
     if arguments.out is not None:
         pool.save(arguments.out)
@@ -92,7 +92,9 @@ def _pool(arguments: argparse.Namespace) -> TablePool:
         return tables_of_run(arguments.from_run).pool
     low, high = arguments.dim or (16, 16)
     if low < high:
-        raise UserError(f"--dim is {range_text(arguments.dim)}: only --synthetic draws dims; give one of all tables.")
+        raise UserError(
+            f"--dim is {range_text(arguments.dim)}: only --synthetic draws dims. Give one dim for all tables."
+        )
     shape = TablesConfig(embedding_dim=int(low), dtype=arguments.dtype or "fp32")
     if arguments.from_csv is not None:
         batch_size = arguments.batch_size or _BATCH_SIZE
@@ -130,7 +132,7 @@ def _print(pool: TablePool, out: Path | None) -> None:
     console, published = Console(), published_of(len(pool))
     if pool.made_up:
         console.print(f"made up: {len(pool)} tables, with {pool.made_up}", highlight=False)
-    table = Table("of the tables", "least", "10%", "median", "90%", "most", box=None, header_style="bold")
+    table = Table("per table", "least", "10%", "median", "90%", "most", box=None, header_style="bold")
     columns = {
         "rows": [t.num_embeddings for t in pool.tables],
         "dim": [t.embedding_dim for t in pool.tables],
@@ -150,7 +152,7 @@ def _print(pool: TablePool, out: Path | None) -> None:
         f"{len(pool)} tables, {total}, mean reuse {mean_reuse:.2f} at batch {pool.stats[0].batch_size:,}\n"
         f"(dlrm_datasets {published.year}: {published.mean_reuse:.1f} at {published.batch_size:,})"
     )
-    bins = Table("look-ups by reuse", "share", f"dlrm_datasets {published.year}", box=None, header_style="bold")
+    bins = Table("lookups by reuse", "share", f"dlrm_datasets {published.year}", box=None, header_style="bold")
     for k, (share, like) in enumerate(zip(shares, published.reuse_shares, strict=True)):
         bins.add_row(f"up to {2**k:,}" if k < 16 else "more", f"{share:.3f}", f"{like:.3f}")
     console.print(bins)

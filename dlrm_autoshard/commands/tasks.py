@@ -1,4 +1,4 @@
-"""`dlrm-autoshard tasks`: tables.json -> training and test tasks that share no table."""
+"""`dlrm-autoshard tasks`: draws training and test tasks that share no table from tables.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tasks", help="draw placement tasks from disjoint halves of a pool of tables")
     parser.add_argument("--tables", type=Path, required=True, metavar="FILE", help="tables.json of `tables`")
     parser.add_argument("--tables-per-task", type=int, default=50, help="default: %(default)s")
-    parser.add_argument("--count", type=int, default=50, help="of training, and as many of test (default: %(default)s)")
+    parser.add_argument(
+        "--count", type=int, default=50, help="training tasks, and as many test tasks (default: %(default)s)"
+    )
     parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "tasks.json, for `fit` and `compare-planners`", required=True)
