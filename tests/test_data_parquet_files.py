@@ -61,7 +61,7 @@ def test_a_name_means_these_files(name: str, means: list[str], days: Path) -> No
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("s3://bucket/days", "data.train: 's3://bucket/days' is a URL, and only this machine's file systems are read"),
+        ("s3://bucket/days", "data.train: 's3://bucket/days' is a URL, but only this machine's file systems are read"),
         ("file://host/days", "is a file of the host 'host'"),
         ("days/**/z.parquet", "data.train: there is no file 'days/**/z.parquet'"),
         ("days/clicks[2].parquet", "there is no file 'days/clicks[2].parquet'"),

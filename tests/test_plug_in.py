@@ -163,7 +163,7 @@ def test_weights_that_are_trained_must_be_float32(dtype: str, tmp_path: Path) ->
         f"        self.layer = torch.nn.Linear(2, 1).to(torch.{dtype})\n"
         "        self.layer.requires_grad_(not frozen)\n"
     )
-    with pytest.raises(UserError, match=rf"gives layer\.weight as {dtype}; .* must be float32.*dense_dtype: bf16"):
+    with pytest.raises(UserError, match=rf"returns layer\.weight as {dtype}; .* must be float32.*dense_dtype: bf16"):
         make_model(3, (), ModelConfig(factory=f"{path}:Arch"))
     make_model(3, (), ModelConfig(factory=f"{path}:Arch", options={"frozen": True}))
 
@@ -171,7 +171,7 @@ def test_weights_that_are_trained_must_be_float32(dtype: str, tmp_path: Path) ->
 def test_a_dense_part_must_be_one(tmp_path: Path) -> None:
     path = tmp_path / "other.py"
     path.write_text("import torch\ndef made(num_dense, tables): return torch.nn.Module()\n")
-    with pytest.raises(UserError, match=r"gives a Module; it must give a dlrm_autoshard\.DenseArch"):
+    with pytest.raises(UserError, match=r"returns a Module; it must return a dlrm_autoshard\.DenseArch"):
         make_model(3, (), ModelConfig(factory=f"{path}:made"))
 
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     (tmp_path / "deaf.py").write_text("def Deaf(num_dense, tables): ...")
     made = config(tmp_path, tables=unpooled, model={"factory": f"{tmp_path / 'deaf.py'}:Deaf"})
     item = TableConfig("item", 9, 4)
-    with pytest.raises(PlugInError, match=r"has no parameter `sequences`, and tables.sequences has 'item'"):
+    with pytest.raises(PlugInError, match=r"has no parameter `sequences`, but tables.sequences names 'item'"):
         make_model(3, [], made.model, sequences={"item": item})
     wrong = parse_config({**made.model_dump(mode="json"), "tables": {"sequences": {"itm": {"max_length": 5}}}})
     with pytest.raises(DataError, match=r"'itm' is no feature. Did you mean 'item'"):

@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--like",
         type=Path,
         metavar="FOLDER",
-        help="use the row numbers of this folder, made by an earlier run of this command: for days that a model trained "
-        "on that folder should evaluate or predict",
+        help="use the row numbers of this folder, made by an earlier run of this command: for days that a model "
+        "trained on that folder should evaluate or predict",
     )
     criteo.set_defaults(run=_preprocess_criteo)
 

@@ -108,8 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.measure and arguments.device != "cpu":
         raise UserError(
-            "--measure times lookups on this machine's CPU, but --device puts the tables on GPUs. Leave one of them out; "
-            "a job measures its finalists on its own ranks."
+            "--measure times lookups on this machine's CPU, but --device puts the tables on GPUs. Leave one of them "
+            "out; a job measures its finalists on its own ranks."
         )
     task = task_of(pool, of_run, arguments.devices, arguments, may_split=arguments.per_part)
     planner = planner_of(

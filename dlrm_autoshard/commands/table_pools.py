@@ -43,8 +43,8 @@ def tables_of_run(run: Path) -> OfRun:
         )
     if not (run / TABLES).exists():
         raise UserError(
-            f"'{run}' has no {TABLES}, the description of its tables; earlier versions did not write it. Resume the run, "
-            "or list its tables in a file (`tables --from-csv FILE`)."
+            f"'{run}' has no {TABLES}, the description of its tables; earlier versions did not write it. Resume the "
+            "run, or list its tables in a file (`tables --from-csv FILE`)."
         )
     pool = TablePool.load(run / TABLES)
     pooling = pooling_of_tables(record.last.tables)

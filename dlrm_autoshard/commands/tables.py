@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     of_run = (arguments.dim, arguments.dtype, arguments.batch_size)
     if arguments.from_run is not None and of_run != (None, None, None):
         raise UserError(
-            "--from-run takes a run's tables as they are, at its own batch size: leave out --dim, --dtype and --batch-size "
-            "(`plan RUN --batch-size N` plans for another batch size)."
+            "--from-run takes a run's tables as they are, at its own batch size: leave out --dim, --dtype and "
+            "--batch-size (`plan RUN --batch-size N` plans for another batch size)."
         )
     if arguments.synthetic is None and (arguments.rows, arguments.pooling) != (None, None):
         raise UserError("--rows and --pooling are for --synthetic N only; other tables have their own.")

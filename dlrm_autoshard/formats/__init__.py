@@ -1,5 +1,4 @@
-"""Files from outside, read strictly: JSON and YAML of the types asked for, else a sentence with file, key or line.
+"""Reads JSON and YAML from outside strictly, into typed plain data; writes numbers in words.
 
-In: bytes and a type. Out: plain data of that type, or a UserError. And numbers in words, as people read them. Imports
-nothing of this package but errors.
+Bad input raises a UserError that names file, key or line. Imports nothing of this package but errors.
 """

@@ -1,4 +1,4 @@
-"""Arrays of numbers out of JSON's nested lists, of the shape that is wanted."""
+"""Turns JSON's nested lists into arrays of an expected shape."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from dlrm_autoshard.formats.json_file import FormatError
 
 MOST = 1e6
-"""No weight, price or factor that was learned is larger."""
+"""Larger weights, prices or factors are taken for damage: none that were learned are."""
 
 
 def array_like(record: Any, name: str, like: np.ndarray) -> np.ndarray:
-    """record[name] with the shape and type of `like`; FormatError where it is missing, of another shape, or absurd."""
+    """Returns record[name] with the shape and dtype of `like`; FormatError if it is missing, misshapen or too large."""
     if not isinstance(record, Mapping) or name not in record:
         raise FormatError(f"'{name}' is missing.")
     try:

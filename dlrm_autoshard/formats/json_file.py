@@ -1,9 +1,9 @@
-"""JSON from outside: no key twice, no NaN, no other types, no numbers out of range; what is wrong is named by its key.
+"""Reads JSON strictly: no duplicate keys, NaN, wrong types or numbers out of range; errors name the key.
 
     read_json(path, PlanRecord, "plan file")   # "plan file 'p.json': 'rank_of.user' is 0.9; it must be a whole number."
-    checked(PlanRecord, record)                # the same for what is in memory
+    checked(PlanRecord, record)                # the same for a value in memory
 
-Types are TypedDicts of what `numbers` has: the checked record is plain data again.
+Types are TypedDicts with the field types of `numbers`; a checked record is plain data.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _MOST_SAID = 5
 
 
 class FormatError(UserError):
-    """A file that is not what it should be: the message names the file, and the key or the line."""
+    """A file is not in its format; the message names the file and the key or line."""
 
 
 class NotReadable(FormatError):
-    """Without the file's name: what follows it in a sentence, such as "is not JSON (line 3)"."""
+    """Like FormatError, but the message is the end of a sentence about the file, such as "is not JSON (line 3)"."""
 
 
 def read_json(path: Path, kind: type[T], what: str, *, extra: Extra = "forbid") -> T:
-    """what: the file's role, for messages. extra: what becomes of keys that `kind` lacks."""
+    """Reads a JSON file as a `kind`. what: the file's role, for messages. extra: how to treat keys that `kind`
+    lacks."""
     try:
         value = parse_json(read_bytes(path, what))
     except NotReadable as error:
@@ -46,7 +47,7 @@ def read_json(path: Path, kind: type[T], what: str, *, extra: Extra = "forbid") 
 
 
 def read_bytes(path: Path, what: str, most: int = MOST_BYTES) -> bytes:
-    """The file, unless it is larger than such a file can be."""
+    """Returns the file's content; NotReadable if it has more than `most` bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
@@ -58,26 +59,26 @@ def read_bytes(path: Path, what: str, most: int = MOST_BYTES) -> bytes:
 
 
 def text_of(content: bytes) -> str:
-    """UTF-8, with or without a byte order mark."""
+    """Decodes UTF-8 with or without a byte order mark."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise NotReadable(f"is not text: byte {error.start}, in line {line}, is no UTF-8") from error
+        raise NotReadable(f"is not text: byte {error.start}, in line {line}, is not UTF-8") from error
 
 
 def parse_json(content: bytes) -> Any:
-    """Its value. NotReadable with the line, or the key that is there twice."""
+    """Parses JSON. NotReadable names the line, or the key that is there twice."""
     try:
         text = text_of(content)
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
-        if "\\u" in text:  # halves of a pair are no text: nothing could print or save them
+        if "\\u" in text:  # encoding fails on half of a surrogate pair, which could not be printed or saved
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except NotReadable:
         raise
     except UnicodeEncodeError as error:
-        raise NotReadable("holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from error
+        raise NotReadable("holds half of a surrogate pair (\\ud800 to \\udfff), which is not text") from error
     except json.JSONDecodeError as error:
         raise NotReadable(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
     except RecursionError as error:
@@ -87,9 +88,9 @@ def parse_json(content: bytes) -> Any:
 
 
 def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
-    """`value`, if it is of that kind: numbers are not taken for text, nor true for 1, nor 3.0 for 3.
+    """Returns `value` if it is a `kind`: a number is not taken for text, nor true for 1, nor 3.0 for 3.
 
-    extra: what becomes of keys that `kind` lacks."""
+    extra: how to treat keys that `kind` lacks."""
     try:
         found: T = _adapter(kind).validate_python(value, strict=True, extra=extra)  # type: ignore[arg-type]  # it is hashable
         return found
@@ -98,7 +99,7 @@ def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
 
 
 def made(kind: type[T], record: Any) -> T:
-    """Returns the dataclass that was saved as this JSON, its types and bounds checked as `checked` does."""
+    """Returns the dataclass that was saved as this JSON; checks types and bounds as `checked` does."""
     try:
         found: T = _adapter(kind).validate_json(json.dumps(record), strict=True)  # type: ignore[arg-type]  # it is hashable
         return found
@@ -113,7 +114,7 @@ def _sentences(error: pydantic.ValidationError) -> str:
     return " ".join(said) + more
 
 
-@functools.cache  # building one takes longer than most checks
+@functools.cache  # building an adapter takes longer than most checks
 def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(kind)
 
@@ -130,9 +131,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
-        raise NotReadable(f"holds {digits[:20]}, which is beyond all numbers that are computed with")
+        raise NotReadable(f"holds {digits[:20]}, which is larger than any double")
     return number
 
 
 def _no_constant(name: str) -> float:
-    raise NotReadable(f"holds {name}, which is no number in JSON")
+    raise NotReadable(f"holds {name}, which is not a number in JSON")

@@ -1,6 +1,6 @@
-"""RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as launchers set them.
+"""Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set.
 
-launcher_number("WORLD_SIZE", 1)            # that without a launcher
+launcher_number("WORLD_SIZE", 1)            # 1 without a launcher
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dlrm_autoshard.formats.sentences import show
 
 
 def launcher_number(name: str, without: int) -> int:
-    """The environment variable's number, `without` where it is not set. UserError where it holds something else."""
+    """Returns the environment variable as a number, `without` if it is unset; UserError if it holds anything else."""
     text = os.environ.get(name)
     if text is None:
         return without

@@ -1,8 +1,8 @@
-"""Paths that people name: in this machine's file systems, and no URL that would become a folder named `s3:`.
+"""Resolves paths that people give, and refuses URLs, which would otherwise become folders such as `s3:`.
 
 local_path("file:///data/runs")             # /data/runs
 local_path("~/runs")                        # /home/ada/runs
-local_path("s3://bucket/runs")              # UserError: what to do instead
+local_path("s3://bucket/runs")              # UserError with what to do instead
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pydantic_core import PydanticCustomError
 
 from dlrm_autoshard.errors import UserError
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)  # a `Path` leaves one slash of two
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)  # `Path` has made `//` one slash
 
 
 def local_path(path: str) -> str:
-    """Returns the path that it means, where it begins with `~` or `file:///`. UserError where it is another URL."""
+    """Expands `~` and `file:///`; raises UserError for any other URL."""
     found = _URL.match(path)
     if os.path.exists(path):
         return path
@@ -36,7 +36,7 @@ def local_path(path: str) -> str:
                 raise UserError(f"a file of the host '{host}'; write file:/// and the whole path")
         return "/" + unquote(rest)
     raise UserError(
-        f"a URL, and only this machine's file systems are read and written. Mount {scheme}:// in one (rclone mount, "
+        f"a URL, but only this machine's file systems are read and written. Mount {scheme}:// in one (rclone mount, "
         "s3fs, gcsfuse), or name a local folder and copy it there meanwhile (rclone sync, aws s3 sync, gcloud storage "
         "rsync)"
     )
@@ -50,11 +50,11 @@ def _in_a_config(path: str) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(_in_a_config)]
-"""In a config."""
+"""Type of a path in the config."""
 
 
 def checked_path(path: Path, name: str) -> Path:
-    """`local_path` of a command's argument. name: for messages."""
+    """Returns `local_path` of a command's argument. name: the argument, for messages."""
     try:
         return Path(local_path(str(path)))
     except UserError as error:

@@ -1,9 +1,9 @@
-"""Shows on stderr how far long work has come: a bar with an ETA in a terminal, elsewhere a line every ten seconds.
+"""Shows the progress of long work on stderr: a bar with an ETA in a terminal, else a line every ten seconds.
 
 with progress("evaluating") as at:
     at(12, 40)                                            # 12 of 40 are done
 for table in tracked(tables, len(tables), "measuring tables"): ...
-with elapsing("planning", about=6.0): ...                 # work that cannot say how far it has come
+with elapsing("planning", about=6.0): ...                 # work without a known amount
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlrm_autoshard.formats.streams import unfailing
 from dlrm_autoshard.formats.words import duration
 
 LINE_SECONDS = 10.0
-"""Seconds between two lines, and until the first: short work stays silent."""
+"""Seconds between lines; work shorter than this prints none."""
 _BAR_SECONDS = 0.5
 At = Callable[[float, float | None], None]
 T = TypeVar("T")
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @contextmanager
 def progress(doing: str, *, unit: str = "", quiet: bool = False, stream: TextIO | None = None) -> Iterator[At]:
-    """Yields a function to call with the amount done and the total (None: unknown). quiet: shows nothing. stream: where
-    to show it; None: stderr."""
+    """Yields at(done, total), which shows the progress; total None: unknown. quiet: shows nothing. stream: default
+    stderr."""
     stream = unfailing(stream or sys.stderr)
     if quiet:
         yield lambda done, total: None
@@ -40,7 +40,7 @@ def progress(doing: str, *, unit: str = "", quiet: bool = False, stream: TextIO 
 
 
 def tracked(items: Iterable[T], total: int, doing: str, quiet: bool = False) -> Iterator[T]:
-    """Iterates over the items, and shows how many are done."""
+    """Iterates over the items and shows how many are done."""
     with progress(doing, quiet=quiet) as at:
         for done, item in enumerate(items):
             at(done, total)
@@ -51,7 +51,7 @@ def tracked(items: Iterable[T], total: int, doing: str, quiet: bool = False) -> 
 def elapsing(
     doing: str, about: float | None = None, *, quiet: bool = False, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Shows the seconds that work takes, beside those it is expected to take, where these are known."""
+    """Shows the seconds that the block has taken. about: the seconds expected, if known."""
     if quiet:
         yield
         return
@@ -78,7 +78,7 @@ def _bar(doing: str, unit: str, stream: TextIO) -> Iterator[At]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[far]}"), TimeRemainingColumn()
-    # Lines that are printed meanwhile to the same terminal go above the bar; those to a file go to the file.
+    # Lines printed to the same terminal meanwhile go above the bar; those redirected to a file stay in the file.
     above = unfailing(sys.stdout).isatty()
     with Progress(*columns, console=Console(file=stream), transient=True, redirect_stdout=above) as bars:
         task = bars.add_task(doing, total=None, far="")

@@ -1,4 +1,4 @@
-"""Puts pydantic's findings in words: the key as people write it, what they gave, what is allowed."""
+"""Turns pydantic's errors into sentences: the key, its value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# pydantic's error type -> what must hold. Types that are not here keep pydantic's own words.
+# pydantic's error type -> what is allowed. Types that are missing here keep pydantic's message.
 ALLOWED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -34,7 +34,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 76
 
 
 def sentence(key: str, detail: Mapping[str, Any], section: str = ALLOWED["dict_type"]) -> str:
-    """For one of pydantic's `errors()`. section: what a dict is called in the format at hand."""
+    """Returns a sentence for one of pydantic's `errors()`. section: what the format at hand calls a dict."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
         return f"'{key}' is missing."
@@ -59,11 +59,11 @@ def _is_quoted_number(value: object) -> bool:
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """Writes a place in a config as people do: 'train.epochs'."""
+    """Returns a key as it is written in overrides: 'train.epochs'."""
     return ".".join(str(part) for part in location if part != "[key]")
 
 
 def show(value: object) -> str:
-    """At most some 80 characters, however large the value is."""
+    """Returns the value's repr, shortened to 80 characters."""
     text = "empty" if value is None else _SHORT.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

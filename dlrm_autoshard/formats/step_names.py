@@ -1,7 +1,7 @@
-"""Names of checkpoints and plans in a run directory, by the step that they are of.
+"""Names checkpoints and plans in a run directory by their step.
 
 step_name(640)                  # "step_00000640"
-step_in("step_00000640")        # 640; None where a name is not what step_name writes
+step_in("step_00000640")        # 640; None for any other name
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text streams that end no training: a terminal may be gone, a pipe's reader may have left, a disk may be full.
+"""Wraps text streams so that failed writes do not end training: the terminal, pipe or disk may be gone.
 
 print(text, file=unfailing(sys.stderr), flush=True)
 """
@@ -12,15 +12,14 @@ from typing import Any, TextIO, cast
 
 
 def unfailing(stream: TextIO | None) -> TextIO:
-    """Returns the stream, whose writes do not fail: text that it does not take is dropped. None, which Python has where
-    a standard stream was closed, takes none."""
+    """Returns a stream that drops text it cannot write. stream: None if Python found the standard stream closed."""
     if isinstance(stream, _Unfailing):
         return cast(TextIO, stream)
     return cast(TextIO, _Unfailing(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")))
 
 
 class _Unfailing:
-    """A text stream whose writes do not fail."""
+    """A text stream that drops text it cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,5 +46,5 @@ class _Unfailing:
         except OSError:
             pass
         except ValueError:
-            if not self._stream.closed:  # text that the stream's encoding lacks
+            if not self._stream.closed:  # text that the stream's encoding cannot represent
                 raise

@@ -1,4 +1,4 @@
-"""Versions of what runs, for records: of packages, and of this code.
+"""Versions of packages and of this code, for records.
 
 installed_version("torch")      # "2.13.0+cpu"
 commit()                        # "1f0c...-dirty"
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def installed_version(package: str) -> str | None:
-    """Returns the version that pip would show; nothing is imported."""
+    """Returns the version that pip would show, without importing the package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -20,8 +20,7 @@ def installed_version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Returns the commit of the checkout that this code runs from, with '-dirty' where files of it have changed; None
-    for a wheel."""
+    """Returns the commit of the checkout this code runs from, with '-dirty' if files have changed; None for a wheel."""
     repository = Path(__file__).parents[2]
     if not (repository / ".git").exists():
         return None

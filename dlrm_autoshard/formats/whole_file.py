@@ -1,4 +1,4 @@
-"""Files that are whole, whenever a process or the machine stops.
+"""Writes files atomically: after a crash a file holds all of its new content or all of its old.
 
 write_whole(run / "result.json", text)
 with whole_file(out) as file: np.save(file, array)
@@ -14,21 +14,22 @@ from typing import BinaryIO
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all; its folders are made."""
+    """Writes a text file atomically and creates its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(text.encode())
 
 
 def no_link(path: str, flags: int) -> int:
-    """An `opener` for `open` that follows no link: an OSError where there is one."""
+    """Opens without following a symbolic link, for `open(opener=...)`; OSError if the path is one."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Holds all that is written to it or, in a crash or where the disk is full, what was there before. A link in its
-    place, or in its draft's, is replaced, not followed."""
+    """Yields a file that replaces `path` when the block ends without error; otherwise `path` stays as it was.
+
+    Symbolic links at `path` or its draft are replaced, not followed."""
     draft = path.with_name(f".{path.name}.new")
     try:
         if draft.is_symlink():

@@ -1,4 +1,4 @@
-"""YAML as people mean it: 1e-3 is a number, no key twice; and within bounds: no bombs of aliases, no depth without end.
+"""Reads YAML strictly: 1e-3 is a number, no duplicate keys, bounded size after expanding aliases.
 
 parse_yaml("train: {lr: 1e-3}")            # {"train": {"lr": 0.001}}
 """
@@ -15,7 +15,7 @@ import yaml
 from dlrm_autoshard.formats.json_file import FormatError, NotReadable, read_bytes, text_of
 
 MOST_BYTES = 2**20
-_MOST_NODES = 2**20  # with every alias counted as often as it is used
+_MOST_NODES = 2**20  # each alias counted as often as it is used
 
 
 _REMEDIES = {
@@ -26,17 +26,17 @@ _REMEDIES = {
     "could not determine a constructor": "no tags such as !!python are read",
     "found '<stream end>'": "something is open at the end; a shell cuts what has blanks unless it is in quotes",
 }
-"""PyYAML's words -> what to do."""
+"""PyYAML's message -> what to do about it."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string and lets the last of two equal keys win."""
+    """Mends YAML 1.1, which reads 1e-3 as a string and lets the last of two equal keys win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<: *base`: its keys are those that this mapping does not have
+                continue  # `<<: *base` adds only keys that this mapping lacks
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
@@ -46,12 +46,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Refuses what Python cannot print again, in any of YAML's bases."""
+        """Refuses integers that Python cannot print, in any of YAML's bases."""
         try:
             value: int = super().construct_yaml_int(node)
             str(value)
         except ValueError as error:
-            raise NotReadable("holds a number of over 4,300 digits, or one that is none") from error
+            raise NotReadable("holds a number of over 4,300 digits, or one that cannot be read") from error
         return value
 
 
@@ -62,7 +62,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """what: the file's role, for messages."""
+    """Reads a YAML file. what: the file's role, for messages."""
     try:
         return parse_yaml(text_of(read_bytes(path, what, MOST_BYTES)))
     except NotReadable as error:
@@ -70,7 +70,7 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Its value; None where it is empty. NotReadable with line and column."""
+    """Parses YAML; None if it is empty. NotReadable names line and column."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -90,12 +90,12 @@ def parse_yaml(text: str) -> Any:
         raise NotReadable("nests its values too deeply") from error
     except NotReadable:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # of a date, a number, a tag
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # a bad date, number or tag
         raise NotReadable(f"holds a value that cannot be read ({error})") from error
 
 
 def flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """('train.epochs', 3) for every key of sections in sections. FormatError where there are none."""
+    """Yields ('train.epochs', 3) for every key of nested sections; FormatError if `section` is not a mapping."""
     if not isinstance(section, Mapping):
         raise FormatError("it has no sections")
     for key, value in section.items():
@@ -106,7 +106,7 @@ def flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values that the document has when all aliases are written out; a node within itself is an endless one."""
+    """Counts the document's values with aliases expanded; a node that contains itself counts as endless."""
     if id(node) not in known:
         known[id(node)] = _MOST_NODES
         inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value

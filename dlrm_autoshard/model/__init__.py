@@ -1,4 +1,4 @@
-"""The dense part of DLRM: bottom MLP, interaction, top MLP; or a module of the user's own.
+"""The dense part of DLRM: bottom MLP, interaction, top MLP; or a user's own module.
 
-In: dense features [B, F] and pooled vectors. Out: logits [B]. Plain torch: no ranks, no fbgemm.
+Maps dense features [B, F] and pooled vectors to logits [B]. Plain torch: no ranks, no fbgemm.
 """

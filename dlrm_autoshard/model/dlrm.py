@@ -1,9 +1,9 @@
-"""The dense part of DLRM: bottom MLP, interaction, top MLP. No distribution in here.
+"""The dense part of DLRM, without distribution: bottom MLP, interaction, top MLP.
 
     logits_B = model.top(model.bottom(dense_BF), pooled_BD)
 
-The two halves are separate because the bottom MLP needs no vectors: it runs while they travel. `make_model` gives DLRM,
-or the `DenseArch` of the user's own that the config names.
+The bottom MLP is separate because it needs no pooled vectors: it runs while they travel. `make_model` makes a DLRM, or
+the user's `DenseArch` that the config names.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class DenseArch(nn.Module):
-    """The dense part, as the training step uses it. tables: in the order of the pooled columns."""
+    """Base class of the dense part. tables: in the order of the pooled columns."""
 
     @property
     def margin(self) -> tuple[int, int]:
-        """Columns to be left free before and after the pooled ones, for `top` to write to."""
+        """Number of columns to leave free before and after the pooled ones, for `top` to write to."""
         return (0, 0)
 
     def bottom(self, dense_BF: Tensor) -> Tensor:
-        """[B, any] from the dense features [B, F]: all that needs no pooled vectors."""
+        """Returns everything that needs no pooled vectors, [B, any], from the dense features [B, F]."""
         raise NotImplementedError
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B]; [B, L] for L labels. pooled_BD: every table's vectors side by side, with `margin`. Where
-        `tables.sequences` names some, their vectors by name are a third argument."""
+        """Returns logits [B], or [B, L] for L labels.
+
+        pooled_BD: every table's vectors side by side, with `margin`. If `tables.sequences` names features, their
+        vectors by name are a third argument."""
         raise NotImplementedError
 
     def logits(self, bottom_BD: Tensor, pooled_BD: Tensor, sequences: Mapping[str, Jagged]) -> Tensor:
-        """Returns what `top` gives, from sequences as well where there are some: those of as many samples."""
+        """Calls `top`, with the sequences of the same samples if there are any."""
         top: Callable[..., Tensor] = self.top
         if not sequences:
             return top(bottom_BD, pooled_BD)
@@ -55,38 +57,40 @@ def make_model(
     num_labels: int = 1,
     sequences: Mapping[str, TableConfig] | None = None,
 ) -> DenseArch:
-    """Makes the dense part that the config describes, or a user's own by its factory, which is given `sequences`, the
-    features that are not pooled, where there are some."""
+    """Makes the DLRM that the config describes, or calls the user's factory.
+
+    sequences: features that are not pooled; the factory receives them if there are any."""
     if config.factory is None:
         return DLRM(num_dense, tables, config, seed, num_labels)
     factory = plug_in.load(config.factory, "model.factory")
     given = {"sequences": sequences} if sequences else {}
     if given and not plug_in.takes(factory, "sequences"):
         raise plug_in.PlugInError(
-            f"model.factory: '{config.factory}' has no parameter `sequences`, and tables.sequences has "
-            f"'{next(iter(given['sequences']))}'. Let it take them, and `top(bottom, pooled, sequences)` their "
-            "vectors; or take them out to have them pooled."
+            f"model.factory: '{config.factory}' has no parameter `sequences`, but tables.sequences names "
+            f"'{next(iter(given['sequences']))}'. Add the parameter, and let `top(bottom, pooled, sequences)` take "
+            "their vectors; or remove tables.sequences to have them pooled."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = plug_in.call(factory, "model.options", num_dense, tables, **given, **config.options)
     if not isinstance(made, DenseArch):
         raise plug_in.PlugInError(
-            f"model.factory: '{config.factory}' gives a {type(made).__name__}; it must give a "
+            f"model.factory: '{config.factory}' returns a {type(made).__name__}; it must return a "
             "dlrm_autoshard.DenseArch, which is an nn.Module with `bottom` and `top`."
         )
     for name, parameter in made.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise plug_in.PlugInError(
-                f"model.factory: '{config.factory}' gives {name} as {str(parameter.dtype).removeprefix('torch.')}; "
-                "weights that are trained must be float32. Leave `.to(...)`, or its dtype, out; for products of bf16 "
+                f"model.factory: '{config.factory}' returns {name} as {str(parameter.dtype).removeprefix('torch.')}; "
+                "weights that are trained must be float32. Remove `.to(...)` or its dtype; for bf16 matrix products "
                 "set train.dense_dtype: bf16."
             )
     return made
 
 
 class DLRM(DenseArch):
-    """tables: in the order of the pooled columns, tables of one dim side by side (see `output_order`)."""
+    """DLRM's dense part. tables: in the order of the pooled columns, tables of one dim side by side
+    (`output_order`)."""
 
     def __init__(
         self, num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0, num_labels: int = 1
@@ -97,7 +101,7 @@ class DLRM(DenseArch):
             torch.manual_seed(seed)
             self.bottom_mlp = mlp([max(num_dense, 1), *config.dense_arch_layer_sizes], last_activation=True)
             self.interaction = make_interaction(tables, dim, config)
-            # Products are of vectors of one dim; `cat` and `dcn` take vectors of any.
+            # The dot interaction needs vectors of one dim; `cat` and `dcn` take any.
             mixed = config.interaction == "dot" and any(table.embedding_dim != dim for table in tables)
             self.projection = Projection(tables, dim, self.interaction.padding) if mixed else None
             self.dim = dim
@@ -105,7 +109,7 @@ class DLRM(DenseArch):
             self.over_mlp = mlp([self.interaction.out_features, *hidden, num_labels], last_activation=False)
 
     def bottom(self, dense_BF: Tensor) -> Tensor:
-        """[B, D] from the dense features; without any, from a constant."""
+        """Returns the dense vector [B, D]; without dense features it is computed from a constant."""
         if dense_BF.shape[1] == 0:
             dense_BF = dense_BF.new_ones(dense_BF.shape[0], 1)
         result: Tensor = self.bottom_mlp(dense_BF)
@@ -113,18 +117,17 @@ class DLRM(DenseArch):
 
     @property
     def margin(self) -> tuple[int, int]:
-        """Columns that `top` wants free before and after the pooled ones, so that the dense vector and the padding
-        can take their places without anything being copied; none where vectors are projected, which copies them."""
+        """Number of columns that `top` needs free before and after the pooled ones, so that the dense vector and the
+        padding go there without a copy; none if vectors are projected, which copies them."""
         return (self.dim, self.dim * self.interaction.padding) if self.projection is None else (0, 0)
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits from the dense vector and the concatenated pooled vectors, `margin` around them, which is written
-        to."""
+        """Returns logits from the dense vector and the pooled vectors. Writes to the `margin` around them."""
         if self.projection is not None:
             pooled_BD = self.projection(pooled_BD).flatten(1)
         x_BX = with_dense(bottom_BD, pooled_BD, self.interaction.padding)
         result: Tensor = self.over_mlp(self.interaction(x_BX))
-        return result.squeeze(1)  # of one label
+        return result.squeeze(1)  # [B] for one label
 
 
 def make_interaction(
@@ -140,8 +143,9 @@ def make_interaction(
 
 
 class Projection(nn.Module):
-    """Pooled vectors of several dims to one, with a margin for the dense vector before and `padding` vectors after:
-    [B, sum of dims] -> [B, 1 + T + padding, dim]; one matrix for each table that has another."""
+    """Projects pooled vectors of several dims to one: [B, sum of dims] -> [B, 1 + T + padding, dim].
+
+    Leaves one vector free before for the dense vector and `padding` after; one matrix per table of another dim."""
 
     def __init__(self, tables: Sequence[TableConfig], dim: int, padding: int) -> None:
         super().__init__()
@@ -159,7 +163,7 @@ class Projection(nn.Module):
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
         projected = []
-        # `split`, whose gradient is written once; that of each slice would be a tensor as large as all of them.
+        # `split` writes its gradient once; slicing would make a tensor as large as all of them per slice.
         columns = pooled_BD.split([own * count for own, count in self.groups], 1)
         for (own, count), group in zip(self.groups, columns, strict=True):
             group = group.reshape(-1, count, own)
@@ -171,7 +175,7 @@ class Projection(nn.Module):
 
 
 def mlp(sizes: Sequence[int], *, last_activation: bool) -> nn.Sequential:
-    """Linear and ReLU in turn; weights normal with variance 2 / (in + out), biases 1 / out, as DLRM starts them."""
+    """Alternates Linear and ReLU; weights normal with variance 2 / (in + out), biases 1 / out, as in DLRM."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in itertools.pairwise(sizes):
         linear = nn.Linear(fan_in, fan_out)

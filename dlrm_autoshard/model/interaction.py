@@ -1,9 +1,8 @@
-"""How DLRM combines the dense vector with the pooled vectors: `dot`, `cat`, or `dcn`.
+"""Combines the dense vector with the pooled vectors: `dot`, `cat` or `dcn`.
 
-Input everywhere: x_BX, the dense vector [B, D], every table's pooled vectors beside it, and `padding` vectors of zeros
-that `dot` asks for. The pooled vectors come with a margin, so `with_dense` makes x where they lie, copying nothing.
-The dot interaction is the costly one, so it has its own backward: with Z = X Xt, and S the symmetric matrix of Z's
-gradients, the gradient of X is one product S X.
+Every interaction takes x_BX: the dense vector [B, D], all pooled vectors beside it, then `padding` vectors of zeros
+(for `dot`). Pooled vectors come with a margin, in which `with_dense` completes x without a copy. `dot` has its own
+backward: with Z = X Xt and S the symmetric matrix of Z's gradients, the gradient of X is the single product S X.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 
 def with_dense(bottom_BD: Tensor, pooled_BX: Tensor, padding: int) -> Tensor:
-    """x_BX, in the memory of pooled_BX and its margin: the dense vector goes first, zeros into the last `padding`
-    vectors of its size."""
+    """Returns x_BX in the memory of pooled_BX and its margin: the dense vector first, zeros in the last `padding`
+    vectors."""
     result: Tensor = _WithDense.apply(bottom_BD, pooled_BX.to(bottom_BD.dtype), padding)
     return result
 
@@ -24,7 +23,7 @@ def with_dense(bottom_BD: Tensor, pooled_BX: Tensor, padding: int) -> Tensor:
 class _WithDense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bottom_BD: Tensor, pooled_BX: Tensor, padding: int) -> Tensor:
-        x_BX = pooled_BX.detach()  # the same memory, which nobody else has read yet
+        x_BX = pooled_BX.detach()  # the same memory; nothing else has read it yet
         ctx.dim = bottom_BD.shape[1]
         x_BX[:, : ctx.dim] = bottom_BD
         x_BX[:, x_BX.shape[1] - padding * ctx.dim :] = 0
@@ -33,11 +32,11 @@ class _WithDense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = gradients
-        return gradient[:, : ctx.dim], gradient, None  # what it says of the margin is for nobody
+        return gradient[:, : ctx.dim], gradient, None  # the margin's part of the gradient is ignored
 
 
 class _PairwiseDots(torch.autograd.Function):
-    """[B, F, D] -> [B, D + P]: the dense vector, then the dot product of each of P pairs."""
+    """[B, F, D] -> [B, D + P]: the dense vector, then the dot products of P pairs of vectors."""
 
     @staticmethod
     def forward(ctx: Any, x_BFD: Tensor, pairs: Tensor, where: Tensor) -> Tensor:
@@ -63,14 +62,14 @@ class DotInteraction(nn.Module):
     def __init__(self, num_tables: int, dim: int) -> None:
         super().__init__()
         count = num_tables + 1
-        # MKL multiplies batches of 28 x 64 by their transposes faster than of 27 x 64.
+        # Padded to a multiple of 4: MKL multiplies batches of 28 x 64 by their transposes faster than of 27 x 64.
         self.padding = -count % 4
         width = count + self.padding
         row, column = torch.tril_indices(count, count, offset=-1)
         self.register_buffer("pairs", row * width + column, persistent=False)
-        # Where each entry of the symmetric matrix finds its gradient. Column 0 of the slice that backward takes is the
-        # dense vector's last one: a place to point the diagonal at, which is zeroed afterwards, and the padding, which
-        # is multiplied by the zeros of x, or makes gradients that nobody takes.
+        # Index of each entry of the symmetric matrix in backward's gradients. Index 0 is the dense vector's last
+        # column: a harmless value for the diagonal, which is zeroed afterwards, and for the padding, which is
+        # multiplied by zeros of x or whose gradient is dropped.
         where = torch.zeros(width, width, dtype=torch.int64)
         where[row, column] = where[column, row] = torch.arange(len(row)) + 1
         self.register_buffer("where", where.flatten(), persistent=False)
@@ -83,7 +82,7 @@ class DotInteraction(nn.Module):
 
 
 class CatInteraction(nn.Module):
-    """The dense vector and all pooled vectors side by side, of any dims. width: of all of them."""
+    """Concatenates the dense vector and all pooled vectors, of any dims. width: their sum of dims."""
 
     padding = 0
 
@@ -96,7 +95,7 @@ class CatInteraction(nn.Module):
 
 
 class LowRankCross(nn.Module):
-    """x -> x0 * (W (V x) + b) + x, layer after layer: DCN-v2's low-rank cross network (Wang et al. 2021, eq. 2)."""
+    """Computes x -> x0 * (W (V x) + b) + x per layer: DCN-v2's low-rank cross network (Wang et al. 2021, eq. 2)."""
 
     padding = 0
 

@@ -1,4 +1,4 @@
-"""Vectors of sequences, such as a user's last clicks: those of all samples one after the other.
+"""Vectors of sequences, such as a user's last clicks, of all samples one after another.
 
 vectors_BLD, mask_BL = history.padded(50)        # for an attention over the last fifty
 """
@@ -15,18 +15,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Jagged:
-    """values: [N, D], sample 0's first, each sample's in the order of its ids. lengths: [B], N = lengths.sum()."""
+    """Sequences of B samples. values: [N, D], sample 0's first, each in the order of its ids. lengths: [B], sum N."""
 
     values: Tensor
     lengths: Tensor
 
     def padded(self, max_length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Returns vectors [B, L, D], zeros behind the last of each sample, and a mask [B, L], True where there is one.
-        max_length: L, of which longer sequences keep their last; None: the longest one's length."""
+        """Returns vectors [B, L, D], padded with zeros at the end, and a mask [B, L], True for vectors that exist.
+
+        max_length: L; longer sequences keep their last L vectors. None: the longest sequence's length."""
         lengths_B = self.lengths.long()
         size = int(lengths_B.max()) if max_length is None else max_length
         mask_BL = torch.arange(size, device=lengths_B.device) < lengths_B.clamp(max=size)[:, None]
-        if torch.compiler.is_exporting():  # a program in which no size depends on values; its backward is slower
+        if torch.compiler.is_exporting():  # a program without data-dependent sizes; its backward is slower
             first_B = lengths_B.cumsum(0) - lengths_B.clamp(max=size)
             place_BL = (first_B[:, None] + torch.arange(size)).clamp(max=self.values.shape[0] - 1)
             return self.values[place_BL].masked_fill(~mask_BL[:, :, None], 0), mask_BL
@@ -41,22 +42,22 @@ class Jagged:
         return padded.view(len(lengths_B), size, values.shape[1]), mask_BL
 
     def first(self, samples: int) -> Jagged:
-        """The same of so many samples, behind which there are only empty ones."""
+        """Returns the sequences of the first `samples` samples; all later ones must be empty."""
         return replace(self, lengths=self.lengths[:samples])
 
     def leaves(self, parts: int) -> list[Jagged]:
-        """Samples as `Tensor.chunk` cuts them, vectors as leaves of autograd's."""
+        """Cuts samples as `Tensor.chunk` does; each part's vectors are leaves of autograd."""
         lengths = self.lengths.chunk(parts)
         values = self.values.detach().split([int(own.sum()) for own in lengths])
         return [Jagged(part.requires_grad_(), own) for part, own in zip(values, lengths, strict=True)]
 
 
 Sequences = Mapping[str, Jagged]
-"""Vectors that are not pooled, by name; none for most models."""
+"""Vectors that are not pooled, by feature name; empty for most models."""
 
 
 class Looked(NamedTuple):
-    """A lookup's vectors: pooled ones [B, D], and sequences by name."""
+    """The result of a lookup: pooled vectors [B, D], and sequences by name."""
 
     pooled: Tensor
     sequences: Sequences
