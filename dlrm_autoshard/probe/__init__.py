@@ -1,4 +1,5 @@
-"""Micro-benchmarks: what shards, exchanges and whole plans cost on this hardware, and what earlier jobs measured.
+"""Micro-benchmarks of shards, exchanges and whole plans on this hardware, and a log of earlier jobs' measurements.
 
-In: tables and plans. Out: `ShardSample`s, `CommsSample`s, `StepProfile`s, on throwaway tables or simulated.
+Takes tables and plans; returns `ShardSample`s, `CommsSample`s and `StepProfile`s, measured on throwaway tables or
+simulated.
 """

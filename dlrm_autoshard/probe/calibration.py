@@ -1,4 +1,4 @@
-"""A planner's costs when a job starts: shipped ones, what earlier jobs measured here, and a short probe of its own.
+"""Prepares a planner's costs when a job starts: shipped costs, earlier jobs' measurements here, and a short probe.
 
 log = cost_log("costs", task, fingerprint, exchange="fp32 by shared memory")
 seconds_left = start_costs(planner, task, fingerprint=fingerprint, log=log, measure_shards=probe.measure_shards)
@@ -31,40 +31,40 @@ from dlrm_autoshard.probe.worth_measuring import worth_measuring
 from dlrm_autoshard.tables import TableConfig, lookup_work
 
 MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
-PASSES = 5  # over the tables alone, at different moments
+PASSES = 5  # measurements of each single table, at different times
 MOST_ROUNDS, STEADY_SETS = 10, 0.06
-"""Times that a set is measured, at most, and noise of their mean that is small enough: where moments differ by more,
-tables and sets are measured again, as long as there is time."""
+"""Most measurements of a set, and the noise of their mean that is low enough. If times vary more between measurements,
+tables and sets are measured again as long as time is left."""
 MEASURING_SHARE = 0.15
-"""Part of the budget that measuring tables alone may take, and as much again for fitting; the rest is for planning."""
+"""Fraction of the budget for measuring single tables, and again for fitting; the rest is for planning."""
 JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
-"""Part of the training time (as shipped costs expect it, over the steps for which the plan serves) that a start may
-take, and seconds that it may take in any case. About a third of a budget is used, if anything is measured."""
+"""Fraction of the training time (predicted by shipped costs, over the steps that the plan serves) that a start may
+take, and seconds that it may take in any case. About a third of the budget is used if anything is measured."""
 UNSEEN_MOMENTS = 0.05
-"""Noise of moments where no shard was measured at two of them: twice what it was, 0.005 to 0.03, on two quiet cores."""
+"""Noise between measurements if no shard was measured twice: twice the 0.005 to 0.03 seen on two quiet cores."""
 RANKS_ALIKE = 0.01
-"""In shards that two ranks measured, what is known beforehand: that ranks are alike. Hardly more than nothing."""
-MOST_FITTED, MOST_EXCHANGES = 400, 32  # samples of other tables, and exchanges, in the log that are learned from
-STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
+"""Weak prior that ranks are equally fast, as a number of shards measured on two ranks."""
+MOST_FITTED, MOST_EXCHANGES = 400, 32  # most logged samples of other tables, and most exchanges, to learn from
+STATS_DIFFER = 0.1  # tables are the same as the log's if pooling and reuse differ by less than this fraction
 
 
 LOG = logging.getLogger("dlrm_autoshard")
 
 ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
-"""The type of `RankProbe.measure_shards`: times of sets of tables, or parts of tables, by name."""
+"""Type of `RankProbe.measure_shards`: sets of tables or column shards, by name -> their times."""
 
 
 def cost_log(
     cache_dir: str | Path | None, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str
 ) -> CostLog | None:
-    """Returns the log of the task's measured tables, where it is to be kept; exchange: how vectors travel, in words."""
+    """Returns the log of this hardware, task and optimizer; None without a cache_dir. exchange: its transport, in
+    words."""
     ranks = {"world_size": task.world_size, "optimizer": task.splits.optimizer, "exchange": exchange}
     return None if cache_dir is None else CostLog(Path(cache_dir), {**fingerprint, **ranks})
 
 
 def keep_profiles(log: CostLog | None, planner: Planner, task: PlacementTask) -> None:
-    """Keeps placements that this start has measured: what each rank's tables would have taken on the fastest rank, and
-    the exchanges."""
+    """Logs the plans that this start measured: each rank's compute as if on the fastest rank, and the exchanges."""
     if log is None or not planner.costs.replay.profiles:
         return
     slower_W, samples = planner.rank_slowness(task.world_size), list[ShardSample | CommsSample]()
@@ -90,17 +90,19 @@ def start_costs(
     steps: int | None = None,
     seed: int = 0,
 ) -> float:
-    """Readies the planner's costs within about 30% of the budget; the seconds that are left of it to plan with. steps:
-    for which the first plan is to serve, where that is known: with few the budget is smaller, and nothing is measured
+    """Prepares the planner's costs and returns the seconds left for planning. Takes about 30% of the budget.
+
+    steps: that the first plan serves, if known. Few steps shrink the budget, and measurements that would not pay for
+    themselves in them are skipped.
     that would not pay in them.
 
-    A job whose tables were each measured on this hardware before, with its optimizer, starts from the log. Else a few
-    dozen shards of its own tables are measured on the running ranks: tables alone, parts of those that may be split,
-    and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise of all
-    that was measured only once; where it is large, all are measured more often.
+    If every table was measured on this hardware with this optimizer before, the log suffices. Otherwise a few dozen
+    shards are measured on the running ranks: single tables, column shards of tables that may be split, and sets as
+    large as a rank will own. How far repeated measurements of a table differ is taken as the noise of single ones; if
+    it is large, everything is measured more often.
 
-    Once each of the tables was measured by itself, `auto` costs them by prices and corrections alone: what other tables
-    taught the networks helps nobody then (planner/DERIVATIONS.md).
+    Once every table was measured alone, `auto` predicts by prices and corrections only, without the cost networks,
+    which then add nothing (planner/DERIVATIONS.md).
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint, task.splits.optimizer)
@@ -112,7 +114,7 @@ def start_costs(
     known = [sample for sample in logged if is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
-    # An earlier start's time may have ended before each table had its turn.
+    # An earlier start may have run out of time before it measured each table.
     have = {frozenset(table.name for table in sample.tables) for sample in known}
     unknown = any(frozenset(shard) not in have for shard in wanted[0])
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
@@ -134,7 +136,7 @@ def start_costs(
         networks = planner.algorithm in LEARNED or not by_themselves.issuperset(task.names)
         if not networks:
             planner.costs.cost_model.prices_alone()
-        # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
+        # Known tables need fewer updates, so that a second start takes less than a second.
         updates = (150 if measured else 60) if networks else 0
         planner.costs.learn(learned, updates=updates, budget_seconds=MEASURING_SHARE * budget_seconds)
     if log is not None:
@@ -143,7 +145,7 @@ def start_costs(
 
 
 def _say_left_out(log: CostLog) -> None:
-    """Once."""
+    """Warns once about lines of the log that could not be used."""
     if log.left_out:
         more = f" (and {len(log.left_out) - 1} more)" if len(log.left_out) > 1 else ""
         LOG.warning("cost log: %s%s", log.left_out[0], more)
@@ -151,7 +153,7 @@ def _say_left_out(log: CostLog) -> None:
 
 
 def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float, steps: int | None) -> bool:
-    """Whether having measured all tables would save more, on average, than measuring them takes."""
+    """Returns whether measuring all tables would save more time on average than it takes."""
     if steps is None:
         return True
     worth_ms = worth_measuring(planner, task, budget_seconds=MEASURING_SHARE * budget_seconds)
@@ -159,16 +161,17 @@ def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float,
 
 
 def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float:
-    """Seconds of training under round robin, as far as placement decides it."""
+    """Returns the predicted seconds of the planned stages over `steps` steps under a round-robin plan."""
     plan = round_robin(task.names, task.topology)
     return steps * step_cost_ms(planner.predict(task, plan)) / 1000
 
 
 def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Two kinds of shards: each table alone, and parts of the costliest that may be split, by their lookups' work; and
-    sets of as many tables as a rank will own, which is what plans are made of.
+    """Returns two lists of shards to measure: single ones, costliest first, and sets of as many tables as a rank will
+    own.
 
-    What width costs here is asked of parts, for a network that is fitted to a few widths says anything of others.
+    Single ones are each table and column shards of the costliest that may be split. Shards are measured because the
+    network was fitted to a few widths and is unreliable at others.
     """
     generator = np.random.default_rng(seed)
     share = max(1, round(len(task.tables) / task.world_size))
@@ -176,26 +179,26 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
     def work(shard: TableConfig) -> float:
         return lookup_work(shard.embedding_dim, task.shard(shard.name)[1].mean_pooling)
 
-    def heaviest(shards: Iterable[TableConfig]) -> list[TableConfig]:
+    def costliest(shards: Iterable[TableConfig]) -> list[TableConfig]:
         return sorted(shards, key=work, reverse=True)
 
     even_share = sum(map(work, task.tables)) / task.world_size
     cut = task.cut
-    pieces = (piece for piece in heaviest(cut.tables) if piece.name not in task.table_bytes)
-    of_use = (part for table in heaviest(cut.tables) for part in _parts_of_use(cut, table, work, even_share))
-    parts = list(islice(chain(pieces, of_use), min(2 * task.world_size, MOST_PARTS)))  # to split takes its time
+    pieces = (piece for piece in costliest(cut.tables) if piece.name not in task.table_bytes)
+    useful = (part for table in costliest(cut.tables) for part in _useful_parts(cut, table, work, even_share))
+    parts = list(islice(chain(pieces, useful), min(2 * task.world_size, MOST_PARTS)))  # lazily: splitting takes time
     sets: dict[tuple[int, ...], None] = {}
     for _ in range(MOST_SETS):
         size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(task.tables)))
         sets.setdefault(tuple(sorted(generator.choice(len(task.tables), size, replace=False).tolist())))
-    alone = heaviest([*heaviest(task.tables)[:MOST_ALONE], *parts])
+    alone = costliest([*costliest(task.tables)[:MOST_ALONE], *parts])
     return [[one.name] for one in alone], [[task.names[i] for i in one] for one in sets if len(one) > 1]
 
 
-def _parts_of_use(
+def _useful_parts(
     task: PlacementTask, table: TableConfig, work: Callable[[TableConfig], float], even_share: float
 ) -> Iterator[TableConfig]:
-    """Its half, and of what is still costlier than a rank's even share the half again, as far as it may be split."""
+    """Yields half of the table, then halves of that half while it costs more than a rank's even share."""
     split: PlacementTask | None = task
     part = table
     while split is not None and (part is table or work(part) > even_share):
@@ -212,17 +215,18 @@ def _measured(
     world_size: int,
     seconds: float,
 ) -> dict[tuple[str, ...], list[ShardTime]]:
-    """Returns what each shard took, as if all were measured on the fastest rank, in so many seconds. Tables alone are
-    measured in several passes, each by another rank than before, sets of them in one, and both once more in each
-    further round, of which there are as many as the noise of moments asks for."""
+    """Returns each shard's times, converted to the fastest rank, within `seconds`.
+
+    Single tables are measured PASSES times on different ranks, sets once; both again in further rounds, whose number
+    depends on the noise."""
     deadline = time.perf_counter() + seconds
     found: dict[tuple[str, ...], list[tuple[int, ShardTime]]] = {}
 
     def measure(passes: range) -> dict[tuple[str, ...], list[ShardTime]]:
-        tables = [shard for number in passes for shard in _turned(alone, number, world_size)]
-        more = _turned(sets, passes.start, world_size)
+        tables = [shard for number in passes for shard in _rotated(alone, number, world_size)]
+        more = _rotated(sets, passes.start, world_size)
         _deal(found, tables, more, len(alone), measure_shards, world_size, deadline - time.perf_counter())
-        return _as_if_on_one_rank(found)
+        return _on_fastest_rank(found)
 
     times = measure(range(PASSES))
     rounds = min(MOST_ROUNDS, round((_noise_of_moments(times.values()) / STEADY_SETS) ** 2))
@@ -232,8 +236,8 @@ def _measured(
     return times
 
 
-def _turned(shards: Sequence[Sequence[str]], number: int, world_size: int) -> list[Sequence[str]]:
-    """Shards in the order of a pass, in which each has the next rank."""
+def _rotated(shards: Sequence[Sequence[str]], number: int, world_size: int) -> list[Sequence[str]]:
+    """Returns the shards in the order of a pass: each pass gives every shard another rank."""
     begin = number * ((len(shards) - 1) % world_size) % max(1, len(shards))
     return [*shards[begin:], *shards[:begin]]
 
@@ -247,10 +251,12 @@ def _deal(
     world_size: int,
     seconds: float,
 ) -> None:
-    """Adds to what was found of each shard, with the rank that measured it. A shard a rank at a time, all of one kind,
-    for ranks that measure at once wait for the slowest. Half of the time goes to each kind: a set takes as long as all
-    its tables, and tells less of each, so each table has its first turn before, if need be in twice the time: one that
-    was not measured is what a start knows least of. passes: over tables alone, `first` of them in each."""
+    """Measures shards and appends (rank, time) to `found`.
+
+    One shard per rank at a time, all of one kind, because ranks that measure together wait for the slowest. Single
+    tables and sets share the time equally: a set takes as long as its tables together and says less about each. Every
+    table's first measurement comes before any set, if need be in twice the time, because an unmeasured table is the
+    largest unknown. passes: single tables, `first` of them per pass."""
     deadline = time.perf_counter() + seconds
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
     while any(queues):
@@ -266,20 +272,21 @@ def _deal(
         spent[kind] += time.perf_counter() - begun
 
 
-def _as_if_on_one_rank(
+def _on_fastest_rank(
     passes: Mapping[tuple[str, ...], Sequence[tuple[int, ShardTime]]],
 ) -> dict[tuple[str, ...], list[ShardTime]]:
-    """Converts times to those of the fastest rank. A slow rank's tables would look costly, and those that it shared
-    with others unsure; shards that several have measured tell how much longer each takes."""
+    """Converts times to those of the fastest rank; shards measured on several ranks tell how much slower each rank is.
+
+    Otherwise a slow rank's tables would look costly, and shards measured on several ranks noisy."""
     ranks = 1 + max((rank for seen in passes.values() for rank, _ in seen), default=0)
-    information_WW, told_W = RANKS_ALIKE * np.eye(ranks), np.zeros(ranks)
+    information_WW, seen_W = RANKS_ALIKE * np.eye(ranks), np.zeros(ranks)
     for seen in passes.values():
         by_N = np.array([rank for rank, _ in seen])
         own_NW = np.eye(ranks)[by_N]
         log_N = np.log([max(time.fwd_compute_ms + time.bwd_compute_ms, 1e-9) for _, time in seen])
         information_WW += own_NW.T @ (own_NW - own_NW.mean(axis=0))
-        told_W += own_NW.T @ (log_N - log_N.mean())
-    slower_W = np.linalg.solve(information_WW, told_W)
+        seen_W += own_NW.T @ (log_N - log_N.mean())
+    slower_W = np.linalg.solve(information_WW, seen_W)
     times_W = np.exp(slower_W - slower_W.min())
     return {
         shard: [
@@ -295,20 +302,21 @@ def _as_if_on_one_rank(
 
 
 def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
-    """Interquartile range over median of the same shard at different moments, the median of all shards': where a
-    neighbour on the machine makes all steps of a moment slow, their own spread says nothing of it."""
+    """Returns the median over shards of interquartile range / median of their repeated measurements.
+
+    A busy machine can slow all steps of one measurement, so the steps' own spread does not show this."""
     again = [spread_of_times(seen) for seen in passes if len(seen) > 1]
     return float(np.median(again)) if again else UNSEEN_MOMENTS
 
 
 def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> ShardSample:
-    """Returns the measured sample of some of the task's tables, or parts of them."""
+    """Makes the sample of a measured set of the task's tables or column shards."""
     tables, stats = zip(*(task.shard(name) for name in shard), strict=True)
     return ShardSample(tables, stats, task.batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)
 
 
 def is_about(sample: ShardSample, task: PlacementTask) -> bool:
-    """Whether the sample is of the task's tables, or parts of them, with about the same statistics."""
+    """Returns whether a sample is of the task's tables or their shards, with about the same statistics."""
     if sample.batch_size != task.batch_size:
         return False
     for table, seen in zip(sample.tables, sample.stats, strict=True):

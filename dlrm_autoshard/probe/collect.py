@@ -1,9 +1,9 @@
-"""Measures fused shards of a synthetic pool: the data behind the warm start that the package ships.
+"""Measures fused shards of synthetic tables: the data behind the shipped costs.
 
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110        # on a GPU: --device cuda
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack amd_epyc   # fits, prints errors, writes amd_epyc.*
-python -m dlrm_autoshard.probe.collect --refit amd_epyc                     # where only the model changed
+python -m dlrm_autoshard.probe.collect --refit amd_epyc                     # after a change of the model only
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples, write_samp
 
 @dataclass(frozen=True)
 class Draws:
-    """Distribution of the shards: batch sizes (and how often each), and number of tables of each pool. all_tables: the
-    batch size up to which a shard has up to 50 tables; of larger ones it has fewer, or it would take minutes."""
+    """Distribution of shards: batch sizes with their probabilities, and the number of tables in each pool.
+
+    all_tables: the largest batch size with up to 50 tables per shard; larger ones have fewer, to save minutes."""
 
     batch_sizes: tuple[int, ...]
     shares: tuple[float, ...]
@@ -49,21 +50,21 @@ class Draws:
 
 DRAWS = {
     "cpu": Draws((512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1), 2048, large=428, small=200),
-    # Larger batches of fewer tables: drawing ids on the host is what takes the time here.
+    # Larger batches of fewer tables: drawing ids on the host takes most of the time here.
     "cuda": Draws((4096, 16384, 32768), (0.25, 0.5, 0.25), 32768, large=64, small=50),
 }
 REPEAT_EVERY = 10
-NOISY = 0.1  # spread above which a shard is measured once more
+NOISY = 0.1  # spread above which a shard is measured a second time
 UPDATES = 600
 """Held-out error of the 755 shipped shards, mean of three seeds: 9.5, 8.4, 8.6 and 9.7% at 300, 600, 1000 and 3000."""
 WORLD_SIZES, PLANS = (2, 3, 4), 6
-"""Numbers of ranks whose exchanges are measured, and under how many plans each."""
-DISTURBED = 0.15  # spread above which a shard tells more of the machine's other load than of itself: left out
+"""Numbers of ranks whose exchanges are measured, and plans measured for each."""
+DISTURBED = 0.15  # shards with a larger spread reflect other load on the machine and are left out
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Tables of one pool ('large' or 'small') that are measured fused, at one batch size."""
+    """Tables of one pool ('large' or 'small') that are measured together at one batch size."""
 
     pool: str
     batch_size: int
@@ -71,7 +72,7 @@ class Shard:
 
 
 def pools(batch_size: int) -> dict[str, TablePool]:
-    """Pools from which shards are drawn: tables as in `dlrm_datasets`, and small ones as in MovieLens or Criteo."""
+    """Returns the pools to draw shards from: tables as in `dlrm_datasets`, and small ones as in MovieLens or Criteo."""
     return {
         "large": synthetic_pool(428, seed=1, batch_size=batch_size),
         "small": synthetic_pool(200, seed=2, batch_size=batch_size, rows=(1e1, 1e5), dims=(4, 64), pooling=(0.5, 6.0)),
@@ -79,7 +80,7 @@ def pools(batch_size: int) -> dict[str, TablePool]:
 
 
 def shard(index: int, draws: Draws = DRAWS["cpu"]) -> Shard:
-    """The index-th shard: 1 to 50 tables, log-uniform, so that single tables are common."""
+    """Draws the index-th shard: 1 to 50 tables, log-uniform, so that single tables are common."""
     generator = np.random.default_rng((7, index))
     pool = "large" if generator.random() < 0.8 else "small"
     batch_size = int(generator.choice(draws.batch_sizes, p=draws.shares))
@@ -90,7 +91,7 @@ def shard(index: int, draws: Draws = DRAWS["cpu"]) -> Shard:
 
 
 def schedule(num_shards: int) -> Iterator[tuple[int, int]]:
-    """(shard, repetition): every tenth comes a second time, a hundred shards later."""
+    """Yields (shard, repetition): every tenth shard a second time, a hundred shards later."""
     for index in range(num_shards):
         yield index, 0
         if index % REPEAT_EVERY == 0 and index >= 100:
@@ -98,11 +99,10 @@ def schedule(num_shards: int) -> Iterator[tuple[int, int]]:
 
 
 def collect(out: Path, num_shards: int, seconds: float, device: torch.device) -> int:
-    """Measures what is missing in `out` for at most `seconds`; returns how many measurements are still missing.
+    """Measures what `out` lacks for at most `seconds`; returns the number of measurements still missing.
 
-    Shard i is the same whatever came before, so the command can be called again and again, in slices of a quiet
-    machine, and goes on where it stopped. Every tenth shard is measured a second time, later: how much a measurement
-    differs from itself is the floor under any cost model's error.
+    Shard i is always the same, so the command can be repeated while the machine is quiet, and continues where it
+    stopped. Every tenth shard is measured again later: that difference is the floor of any cost model's error.
     """
     torch.set_num_threads(1)
     deadline = time.monotonic() + seconds
@@ -115,7 +115,7 @@ def collect(out: Path, num_shards: int, seconds: float, device: torch.device) ->
             device=device,
             buffer_gib=0.25 * free / 2**30,
             warmup=2,
-            repeats=3,  # a shard that is measured again differs by 0.4%
+            repeats=3,  # a second measurement differs by 0.4%
             seconds_per_shard=0.02,
             most_kept_ids=2_000_000_000,
         )
@@ -145,17 +145,17 @@ def collect(out: Path, num_shards: int, seconds: float, device: torch.device) ->
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Reads the rows that were collected so far."""
+    """Reads the rows collected so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def fingerprint_in(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hardware on which rows were collected."""
+    """Returns the hardware that the rows were collected on."""
     return dict(next(row["fingerprint"] for row in rows if "fingerprint" in row))
 
 
 def collect_exchanges(out: Path) -> int:
-    """Appends what exchanges of pooled vectors took, under uneven plans, on ranks of this machine."""
+    """Appends the times of exchanges of pooled vectors under uneven plans, on ranks of this machine."""
     count = 0
     with out.open("a") as file:
         for world_size in WORLD_SIZES:
@@ -167,7 +167,7 @@ def collect_exchanges(out: Path) -> int:
 
 
 def exchanges_on_ranks(rank: int, world_size: int) -> list[dict[str, Any]] | None:
-    """On each rank: exchanges under plans from even to all tables on one rank, at three batch sizes."""
+    """Measures exchanges on every rank, under plans from even to all tables on one rank, at three batch sizes."""
     world = dist.group.WORLD
     assert world is not None
     runtime = runtime_of(world, torch.device("cpu"))
@@ -189,7 +189,7 @@ def exchanges_on_ranks(rank: int, world_size: int) -> list[dict[str, Any]] | Non
 
 
 def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[float]]:
-    """Shards (their first measurement), exchanges, and by how much a shard's second measurement differs."""
+    """Returns shards (first measurements), exchanges, and relative differences of second measurements."""
     rows = read_rows(path)
     draws = DRAWS[fingerprint_in(rows)["device"]]
     pool_at = {size: pools(size) for size in draws.batch_sizes}
@@ -213,7 +213,7 @@ def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[f
 
 
 def pack(path: Path, machine: str) -> dict[str, Any]:
-    """Writes the shipped files of a machine from what was measured on it."""
+    """Writes a machine's shipped files from its measurements."""
     shards, comms, again = samples_in(path)
     kept = [sample for sample in shards if sample.noise <= DISTURBED]
     write_samples(SHIPPED / f"{machine}.npz", kept, comms)
@@ -230,7 +230,7 @@ def pack(path: Path, machine: str) -> dict[str, Any]:
 
 
 def fit_shipped(machine: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Fits to four fifths of a machine's samples, reports the error on the rest, fits to all, and writes its record."""
+    """Fits to four fifths of a machine's samples, measures the error on the rest, fits to all and writes the record."""
     samples = read_samples(SHIPPED / f"{machine}.npz")
     planner, errors = fit([sample for sample in samples if isinstance(sample, ShardSample)], samples)
     if facts["fingerprint"]["device"] == "cuda":
@@ -250,7 +250,7 @@ def fit_shipped(machine: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit(shards: Sequence[ShardSample], samples: Sequence[ShardSample | CommsSample]) -> tuple[Planner, dict[str, Any]]:
-    """A planner that has learned all samples, and by how much one errs that has learned four fifths of the shards."""
+    """Returns a planner fitted to all samples, and the errors on a fifth of the shards of one fitted to the others."""
     order = np.random.default_rng(0).permutation(len(shards))
     held_out = [shards[i] for i in order[: len(shards) // 5]]
     trial, planner = Planner("auto", seed=0), Planner("auto", seed=0)
@@ -268,7 +268,7 @@ def fit(shards: Sequence[ShardSample], samples: Sequence[ShardSample | CommsSamp
 
 
 def refit(machine: str) -> dict[str, Any]:
-    """Fits shipped costs anew to their own samples."""
+    """Fits shipped costs again to their own samples."""
     record = json.loads((SHIPPED / f"{machine}.json").read_text())
     return fit_shipped(machine, {key: value for key, value in record.items() if key not in ("cost_model", "comms")})
 
@@ -281,8 +281,8 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     parser.add_argument("--device", choices=sorted(DRAWS), default="cpu")
     parser.add_argument("--exchanges", action="store_true", help="measure exchanges instead of shards")
-    parser.add_argument("--pack", metavar="NAME", help="fit, write the shipped files of that name")
-    parser.add_argument("--refit", metavar="NAME", help="fit anew to the shipped samples of that name")
+    parser.add_argument("--pack", metavar="NAME", help="fit and write the shipped files under this name")
+    parser.add_argument("--refit", metavar="NAME", help="fit the shipped samples of this name again")
     arguments = parser.parse_args()
     if arguments.exchanges:
         print(f"{collect_exchanges(arguments.out)} exchanges measured")

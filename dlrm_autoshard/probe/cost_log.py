@@ -1,8 +1,8 @@
-"""Measured costs kept between jobs on the same hardware: one JSON object a line, appended, never rewritten.
+"""Keeps measured costs between jobs on the same hardware: JSON lines, appended, never rewritten.
 
 log = CostLog(Path(cache_dir), hardware_fingerprint())
-log.append(samples)                  # ShardSamples, CommsSamples
-log.read()                           # what this and earlier jobs measured on such hardware
+log.append(samples)                  # ShardSamples and CommsSamples
+log.read()                           # those of this and earlier jobs on such hardware
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ SCHEMA = 1
 
 
 class CostLog:
-    """Each fingerprint has its own file, so that another machine's costs are never taken for this one's. Tables are
-    written once, named by their content, and shards refer to them. Lines are appended whole. What cannot be read or
-    written costs a job no more than the measurements that it holds: it is left out, and named in `left_out`.
+    """A file of samples per hardware fingerprint, so that one machine's costs never serve another's.
+
+    Each table is written once, under a digest of its content, and shards refer to it. Lines that cannot be read or
+    written are skipped and named in `left_out`; a job never fails for them.
     """
 
     def __init__(self, cache_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         self.fingerprint = dict(fingerprint)
         self.path = cache_dir / f"costs-{digest(self.fingerprint)}.jsonl"
         self.left_out: list[str] = []
-        self._written: set[str] = set()  # tables that the file has
+        self._written: set[str] = set()  # digests of tables in the file
 
     def read(self) -> list[ShardSample | CommsSample]:
-        """All samples, oldest first; none where there is no file yet."""
+        """Returns all samples, oldest first; none if there is no file yet."""
         tables: dict[str, tuple[TableConfig, TableStats]] = {}
         samples: list[ShardSample | CommsSample] = []
         self.left_out = []
@@ -80,8 +81,8 @@ class CostLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self.path.exists():
                 rows.insert(0, {"kind": "machine", "schema": SCHEMA, "fingerprint": self.fingerprint})
-            # One write of whole lines: jobs that append at the same time do not cut into each other's. The newline in
-            # front ends a line that a killed job left open.
+            # One write of whole lines, so that jobs appending at once do not mix theirs. The newline in front ends a
+            # line that a killed job left unfinished.
             with self.path.open("a") as file:
                 file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
         except OSError as error:
@@ -89,7 +90,7 @@ class CostLog:
 
 
 class TableLine(TypedDict):
-    """A measured table, as a line of the log."""
+    """A line about a measured table."""
 
     id: str
     table: TableRecord
@@ -97,7 +98,7 @@ class TableLine(TypedDict):
 
 
 class ShardLine(TypedDict):
-    """tables: the ids of lines before."""
+    """A line about a measured shard. tables: ids of earlier lines."""
 
     tables: list[str]
     batch_size: BatchSize
@@ -107,7 +108,7 @@ class ShardLine(TypedDict):
 
 
 def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> ShardSample | CommsSample | None:
-    """A line's sample; a line about a table is added to `tables`."""
+    """Returns a line's sample; adds a table's line to `tables` and returns None."""
     row = checked(dict[str, Any], row)
     kind = row.pop("kind", None)
     if kind == "table":
@@ -117,7 +118,7 @@ def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> S
         shard: dict[str, Any] = {**checked(ShardLine, row)}
         unknown = next((name for name in shard["tables"] if name not in tables), None)
         if unknown is not None:
-            raise FormatError(f"its table '{unknown}' is not described before it.")
+            raise FormatError(f"its table '{unknown}' is not described by an earlier line.")
         members = [tables[name] for name in shard["tables"]]
         pair = {"tables": tuple(table for table, _ in members), "stats": tuple(stats for _, stats in members)}
         return ShardSample(**shard | pair)
@@ -129,5 +130,5 @@ def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> S
 
 
 def digest(record: Any) -> str:
-    """Short name of a record."""
+    """Returns a short hash of a record."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""The hardware and libraries that a measured cost belongs to.
+"""Identifies the hardware and libraries that a measured cost belongs to.
 
     hardware_fingerprint()        # {"device": "cpu", "processor": "AMD EPYC", "cores": 2, ..., "fbgemm": "1.8.0"}
 
-Costs measured under another fingerprint are another machine's costs: a start for a cost model, never a fact.
+Costs under another fingerprint are another machine's: a start for a cost model, not measurements of this one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dlrm_autoshard.formats.versions import installed_version
 
 
 def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:
-    """Identifies what a measured time depends on beside the shard itself; two jobs with equal fingerprints can share
-    measurements."""
+    """Returns what measured times depend on besides the shard; jobs with equal fingerprints can share measurements."""
     updates = {}
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)

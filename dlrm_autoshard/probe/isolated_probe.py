@@ -1,4 +1,4 @@
-"""The micro-benchmark of whole placements without the ranks they are for: in one process, for any number of ranks.
+"""Measures whole plans in a single process, for any number of ranks.
 
 probe = IsolatedProbe(tables, stats, batch_size, ShardProbe(), exchange)
 probe.measure([plan])                           # StepProfiles, source 'probe'
@@ -18,10 +18,10 @@ from dlrm_autoshard.tables import Shard, TableConfig, TableStats, stats_of_part
 
 
 class IsolatedProbe:
-    """Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones. Shards
-    that were measured are remembered by their tables.
+    """Measures each rank's shards one after another on this core or GPU, and models exchanges. Remembers measured
+    shards.
 
-    rounds: times that each new shard is measured, interleaved with the others; its median counts.
+    rounds: measurements of each new shard, interleaved with the others; the median counts.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class IsolatedProbe:
         return [self.profile(plan) for plan in plans]
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        """Each as `measure_shard`: a start's `ShardTimer`."""
+        """Measures each shard with `measure_shard`; usable as a start's `ShardTimer`."""
         return [self.measure_shard(shard) for shard in shards]
 
     def measure_shard(self, names: Iterable[str]) -> ShardTime:
-        """Measures a shard (again): repetitions are kept, and their median counts."""
+        """Measures a shard once more; all repetitions are kept, and their median counts."""
         wanted = frozenset(names)
         chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
         wholes = [self._pairs[t.shard.table][0] for t, _ in chosen]
@@ -60,7 +60,7 @@ class IsolatedProbe:
         return measured
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
-        """The profile from what has been measured of the plan's shards."""
+        """Returns the plan's profile from the measurements of its shards."""
         pairs = [[self._pair(name) for name in plan.tables_on(rank)] for rank in range(plan.world_size)]
         dims = np.array([sum(table.embedding_dim * stat.features for table, stat in own) for own in pairs])
         forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
@@ -73,7 +73,7 @@ class IsolatedProbe:
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
 
     def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
-        """A table, or a part of one, with the table's statistics."""
+        """Returns a table or column shard by name, with its statistics."""
         table, stats = self._pairs[Shard.parse(name).table]
         part = table.holding(Shard.parse(name))
         return part, stats_of_part(part, table, stats)

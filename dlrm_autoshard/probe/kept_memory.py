@@ -1,8 +1,8 @@
-"""Host memory that is handed out again and again, so that what is timed faults no new page in.
+"""Reuses host memory, so that timed code causes no page faults.
 
 memory = KeptMemory(64 * 2**20)
-vectors = memory.empty(like, 1000)       # [1000], anything in it
-memory.take_back(at)                     # all that was handed out since `at = memory.used`
+vectors = memory.empty(like, 1000)       # [1000], uninitialized
+memory.take_back(at)                     # frees all allocated since `at = memory.used`
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _ALIGNED = 64
 
 
 class KeptMemory:
-    """For tensors of one plan after another, each of another size: among what was freed of the last plans' glibc often
-    finds no room for the next one's, so that the heap grows on and on, and its pages are new. To fault 8 MB in took
-    five times as long as to exchange them. In training, where each step's tensors are the last one's, it has settled
-    after some steps."""
+    """Allocates tensors for one plan after another, of different sizes, from one block of memory.
+
+    glibc often finds no room among the freed tensors of earlier plans, so the heap grows with new pages; faulting in 8
+    MB took five times as long as exchanging them. In training every step has the same sizes, and the heap settles."""
 
     def __init__(self, num_bytes: int) -> None:
         self._bytes = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -27,7 +27,7 @@ class KeptMemory:
         return len(self._bytes)
 
     def empty(self, like: Tensor, count: int) -> Tensor:
-        """One dimension of `like`'s type. Where no room is left it is new memory, as ever."""
+        """Returns a 1-D tensor of `like`'s dtype; from the normal allocator if the block is full."""
         size = count * like.element_size()
         if self.used + size > len(self):
             return like.new_empty(count)

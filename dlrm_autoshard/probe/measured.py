@@ -1,7 +1,7 @@
-"""Costs of placements for `fit` and `compare-planners`: measured with fbgemm in isolated mode, simulated, or predicted.
+"""Costs of plans for `fit` and `compare-planners`: measured with fbgemm in one process, or simulated.
 
 costs = Costs("measured", exchange)
-[profile] = costs.measure(task, [plan])        # a StepProfile whose `source` says where it comes from
+[profile] = costs.measure(task, [plan])        # a StepProfile; its `source` tells how it was obtained
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CostSource = Literal["measured", "simulated"]
 
 
 class Costs:
-    """Shards are measured once for each task; `simulated` costs come from a seeded SimulatedCluster."""
+    """Measures each shard of a task once, or simulates with a seeded SimulatedCluster."""
 
     def __init__(self, source: CostSource, exchange: ExchangeModel, seed: int = 0) -> None:
         self.source = source
@@ -41,7 +41,7 @@ class Costs:
         probe = self._probes[optimizer]
         if key not in self._isolated:
             self._isolated[key] = (
-                task,  # kept, so that its id stays its own
+                task,  # kept alive, so that its id is not reused
                 IsolatedProbe(task.tables, task.stats, task.batch_size, probe, self._exchange, rounds=2),
             )
         profiles: list[StepProfile] = self._isolated[key][1].measure(plans)

@@ -1,9 +1,9 @@
-"""The micro-benchmark of whole placements on the running ranks, which gives StepProfiles (source 'probe').
+"""Measures whole plans on the running ranks, as StepProfiles (source 'probe').
 
 probe = RankProbe.at_start(runtime, task, "rowwise_adagrad")        # on every rank
 result = probe.on_rank_zero(lambda: planner.plan(task, measure=probe.measure))
 
-Every stage is timed on its own, none is a difference of two timings: nothing can come out negative.
+Every stage is timed by itself; none is the difference of two timings, which could come out negative.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
 
 T = TypeVar("T")
 
-_STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
+_STOP, _PLANS, _SHARDS = 0, 1, 2  # requests of rank 0 to the others
 _NO_REQUEST: tuple[int, list[Any]] | None = None
 _ROUNDS_SECONDS = 1.5
-"""After which no round but the first begins: plans are measured interleaved, so that when the machine is slow for a
-moment all of them are, and the median counts."""
+"""Only the first round starts after this many seconds. Plans are measured interleaved, so that a slow phase of the
+machine hits all of them, and the median counts."""
 
 SECONDS_PER_SHARD = 0.03
-"""Minimum seconds for measuring a shard. Few, for its moment may be a slow one: what matters is measured again, at
-others."""
+"""Minimum seconds for measuring a shard. Short, because the machine may be slow just then: shards that matter are
+measured again at other times."""
 
 START_BUFFER_GIB, MID_RUN_BUFFER_GIB = 0.25, 0.125
-"""For throwaway weights, on CPU. Of a table of 1e6 rows of 128 columns half took 0.605 of the whole in 1 GiB, 0.62 and
-0.59 in these; memory that is new comes slowly, and in mid-run training waits for it."""
+"""GiB of throwaway weights on CPU. Half of a table of 1e6 rows of 128 columns took 0.605 of the whole in 1 GiB, and
+0.62 and 0.59 in these; new memory is slow to get, and training waits for it mid-run."""
 
 _TENSORS = 5
-"""As large as what is sent or received, at most: both, what arrives, and in order what comes of it or is sent."""
+"""Buffers as large as the larger of sent and received data: both, the arriving data, and their reordered copies."""
 
 
 class ProbeError(UserError):
-    """A placement that could not be measured: the message says on which rank and why."""
+    """A plan could not be measured; the message names the rank and the reason."""
 
 
 class RankProbe:
-    """Measures placements and single shards on the running ranks; made on every rank with equal arguments.
+    """Measures plans and single shards on the running ranks; made on every rank with equal arguments.
 
-    Rank 0 measures inside `on_rank_zero`, while the others serve it. batch_size: the global batch, a multiple of the
-    number of ranks.
+    Rank 0 measures inside `on_rank_zero` while the others serve it. batch_size: global, a multiple of the number of
+    ranks.
 
-    All ranks at once, as in training, so that they compete for memory bandwidth as they will; exchanges are real, and
-    each starts behind a barrier, so that waiting for a slow rank is never taken for communication.
+    All ranks measure at once and compete for memory bandwidth as in training. Exchanges are real, and each starts
+    behind a barrier, so that waiting for a slow rank never counts as communication.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RankProbe:
         exchange_repeats: int = 5,
         shared_memory: bool = True,
     ) -> None:
-        """shared_memory: exchange through it where ranks share a host, as our own lookups do; else by the group."""
+        """shared_memory: exchange through it between ranks of a host, as lookups do; otherwise through the group."""
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
         self._runtime, self._dtypes = runtime, exchange_dtype or ExchangeDtypes()
@@ -98,8 +98,8 @@ class RankProbe:
         shared_memory: bool = True,
         buffer_gib: float = START_BUFFER_GIB,
     ) -> RankProbe:
-        """For the little time that a job has for it: smaller buffers, fewer repetitions."""
-        if runtime.device.type == "cuda":  # far beyond its cache, but no more than there is, with an optimizer's state
+        """Makes a probe that is fast enough for a job's start: smaller buffers, fewer repetitions."""
+        if runtime.device.type == "cuda":  # far beyond its cache, but within free memory together with optimizer state
             buffer_gib = min(4.0, torch.cuda.mem_get_info(runtime.device)[0] / 2**30 / 4)
         shards = ShardProbe(
             optimizer,
@@ -120,9 +120,9 @@ class RankProbe:
         )
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
-        """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.
+        """Runs `function` on rank 0, where it may call `measure` and `measure_shards`; returns None elsewhere.
 
-        If it raises, the other ranks stop serving and the exception goes on to the caller on rank 0.
+        If it raises, the other ranks stop serving and rank 0 passes the exception on.
         """
         if self._runtime.rank:
             self._serve()
@@ -133,7 +133,7 @@ class RankProbe:
             self._ask(_STOP, [])
 
     def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-        """Rank 0: each plan's profile, measured by all ranks together."""
+        """Returns each plan's profile, measured by all ranks together. Call on rank 0."""
         deadline = time.perf_counter() + _ROUNDS_SECONDS
         rounds: list[list[StepProfile]] = []
         while not rounds or (len(rounds) < ROUNDS and time.perf_counter() < deadline):
@@ -142,7 +142,8 @@ class RankProbe:
         return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        """Rank 0: times of sets of tables or parts, dealt out over the ranks, which measure at the same time."""
+        """Returns times of sets of tables or shards, distributed over ranks that measure at the same time. Call on rank
+        0."""
         pairs = [[self._pair(Shard.parse(name)) for name in shard] for shard in shards]
         self._ask(_SHARDS, pairs)
         return self._measure_shards(pairs)
@@ -159,7 +160,7 @@ class RankProbe:
             request, asked = self._runtime.broadcast(_NO_REQUEST)
             if request == _STOP:
                 return
-            # A ProbeError has reached rank 0 as well, which decides what to make of it; this rank goes on serving.
+            # A ProbeError reaches rank 0 as well, which decides what to do; this rank goes on serving.
             with contextlib.suppress(ProbeError):
                 if request == _PLANS:
                     for plan in asked:
@@ -173,13 +174,13 @@ class RankProbe:
     def _measure_plan(self, plan: ShardingPlan) -> StepProfile:
         runtime = self._runtime
         profile = StepProfile(plan, self.tables, self.stats, self.batch_size, (), "probe")
-        # Behind a barrier, so that all ranks compute at the same time, as they do in a step.
+        # Starts behind a barrier, so that all ranks compute at the same time as in a step.
         runtime.barrier()
         pairs = zip(*profile.shards, strict=True)
         mine, failure = self._try_shard([pair for pair in pairs if plan.rank_of[pair[0].name] == runtime.rank])
         prepared, no_room = _tried(lambda: self._prepared(plan))
         failure, forward, backward = failure or no_room, [0.0], [0.0]
-        all_can = not any(runtime.all_gather(failure is not None))  # a rank that cannot would leave the others waiting
+        all_can = not any(runtime.all_gather(failure is not None))  # else the others would wait for a failed rank
         if all_can and prepared is not None:
             forward, backward = self._timed(*prepared)
         rows = self._gather(
@@ -201,30 +202,31 @@ class RankProbe:
         return measured
 
     def _try_shard(self, shard: Sequence[tuple[TableConfig, TableStats]]) -> tuple[ShardTime, Exception | None]:
-        """A failure here (memory, mostly) must not leave the other ranks waiting in a collective."""
+        """Measures a shard and returns a failure (mostly of memory), which must not leave others waiting in a
+        collective."""
         tables, stats = [table for table, _ in shard], [stat for _, stat in shard]
         wholes = [self._pairs[table.shard.table][0] for table in tables]
         time, failure = _tried(lambda: self._probe.measure(tables, stats, self.batch_size, wholes))
         return time or ShardTime(), failure
 
     def _gather(self, row: Sequence[float], failure: Exception | None) -> list[list[float]]:
-        """Every rank's figures, on every rank; ProbeError on all of them where one failed."""
+        """Returns every rank's figures on every rank; ProbeError on all if one failed."""
         reports = self._runtime.all_gather(([float(value) for value in row], None if failure is None else str(failure)))
         for rank, (_, reason) in enumerate(reports):
             if reason is not None:
                 raise ProbeError(
-                    f"rank {rank} could not measure its shard: {reason.rstrip('.')}. autoshard.measure_plans=0 starts "
-                    "without measuring."
+                    f"rank {rank} could not measure its shard: {reason.rstrip('.')}. Set autoshard.measure_plans=0 to "
+                    "start without measuring."
                 )
         return [figures for figures, _ in reports]
 
     def measure_exchange(self, plan: ShardingPlan) -> tuple[list[float], list[float]]:
-        """ms of real exchanges of vectors and gradients, with the same code as the training step's. Collective."""
+        """Returns ms of real exchanges of vectors and of gradients, by the training step's code. Collective."""
         return self._timed(*self._prepared(plan))
 
     def _prepared(self, plan: ShardingPlan) -> tuple[Exchange | FilledBags, Tensor, Tensor]:
-        """Returns the exchange with what is sent, vectors and gradients. Takes the memory that it needs before any rank
-        begins it. Where some ids travel once each, so do these."""
+        """Returns the exchange and the vectors and gradients to send. Allocates all memory before any rank starts. If
+        some ids travel once each, their vectors do too."""
         runtime = self._runtime
         counts = [max(1, round(stat.features)) for stat in self.stats]
         features = Features.alike(self.tables, counts)
@@ -238,7 +240,7 @@ class RankProbe:
             self._keep(like.element_size() * most)
             exchange.empty = self._memory.empty
         else:
-            like.new_empty(most)  # the device's allocator keeps it for what follows
+            like.new_empty(most)  # the device's allocator keeps it for the tensors to come
         vectors, gradient = (exchange.empty(like, math.prod(shape)).zero_().view(shape) for shape in shapes)
         if all(stat.features >= 1 for stat in self.stats) or runtime.world_size == 1 or runtime.device.type != "cpu":
             return exchange, vectors, gradient
@@ -256,14 +258,14 @@ class RankProbe:
         return forward, backward
 
     def _keep(self, num_bytes: int) -> None:
-        """As far as there is room: a rank's share of a quarter of what is free."""
+        """Makes room for `num_bytes`, at most this rank's share of a quarter of the free memory."""
         self._memory.take_back()
         if num_bytes > len(self._memory):
             self._memory = KeptMemory(0)  # the old one goes first
             self._memory = KeptMemory(min(num_bytes, free_host_memory() // (4 * self._runtime.world_size)))
 
     def _time_collective(self, collective: Callable[[], object]) -> list[float]:
-        """The first two are to warm up."""
+        """Returns ms of each repetition, after two to warm up."""
         times, used = [], self._memory.used
         for _ in range(2 + self._exchange_repeats):
             self._memory.take_back(used)
@@ -282,9 +284,9 @@ def _tried(attempt: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:
-    """Profiles of one plan as one: the median of every rank's every stage.
+    """Combines profiles of one plan: the median of every stage of every rank.
 
-    Its noise is how far steps, or these profiles, differ from one another, whichever is more.
+    Noise is the spread of steps, or between these profiles if that is larger.
     """
     ranks = rank_costs(np.median([stages_W4(p.ranks) for p in profiles], axis=0))
     again = relative_spread([step_cost_ms(profile.ranks) for profile in profiles])

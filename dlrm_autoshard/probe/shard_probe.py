@@ -1,7 +1,7 @@
-"""Times one shard's fused lookup and fused backward + update on throwaway tables: the micro-benchmark's core.
+"""Times one shard's fused lookup and fused backward + update on throwaway tables.
 
 probe = ShardProbe("rowwise_adagrad")
-time = probe.measure(tables, stats, batch_size=4096)     # any number of tables, none included
+time = probe.measure(tables, stats, batch_size=4096)     # any number of tables, also none
 time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is their relative spread
 """
 
@@ -30,17 +30,18 @@ from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, outpu
 
 _ALIGN = 4096  # elements; real tables start at whole pages too
 _DRAWS = 4
-"""Batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two of them a
-table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not."""
+"""Batches used in rotation, so that rows are not still cached from the last step. With two a table of 5 MiB a batch
+looked 40% cheaper than with eight; with four it does not."""
 
 DrawnIds = tuple[Tensor, Tensor]
-"""A table's lengths and ids in one batch."""
+"""One table's bag lengths and ids in one batch."""
 
 
 @dataclass(frozen=True)
 class ShardTime:
-    """Medians over `repeats` timed steps; noise: the larger of the two interquartile ranges / median. Where others want
-    the core too, each step counts as if it had waited as long as all do on average (`StepTimer`)."""
+    """Median ms over `repeats` timed steps; noise: the larger of both interquartile ranges / median.
+
+    If other processes use the core, each step counts as if it had waited as long as the average step (`StepTimer`)."""
 
     fwd_compute_ms: float = 0.0
     bwd_compute_ms: float = 0.0
@@ -49,17 +50,17 @@ class ShardTime:
 
 
 class ShardProbe:
-    """Measures shards on one device, with ids that repeat as the statistics say; buffers and drawn ids are kept from
-    one shard to the next.
+    """Measures shards on one device, with ids that repeat as the statistics say. Keeps buffers and drawn ids between
+    shards.
 
-    buffer_gib: memory for throwaway weights; of a table that is larger, the rows that are looked up have a place.
-    warmup, warmup_seconds, repeats, seconds_per_shard, undisturbed: `StepTimer`'s. Undisturbed is for isolated mode,
-        which asks what the shard itself takes; running ranks may have to share cores.
-    most_kept_ids: drawn ids that wait for the next shard with the same table (400 MB), on the device.
+    buffer_gib: memory for throwaway weights; of larger tables only looked-up rows have a place.
+    warmup, warmup_seconds, repeats, seconds_per_shard, undisturbed: as in `StepTimer`. Use undisturbed in a single
+    process, to measure the shard itself; running ranks may have to share cores.
+    most_kept_ids: drawn ids kept on the device for later shards with the same table (400 MB).
 
-    Real tables are never touched (a probing backward would train them). Throwaway tables are windows, at different
-    places, of one resident buffer: measuring a shard of 50 GiB takes no 50 GiB, and pages are faulted in once, not for
-    every shard. Ids are scattered over a window, so windows that overlap share next to no hot rows.
+    Real tables are never touched, as a probing backward would train them. Throwaway tables are windows at random places
+    of one resident buffer: a shard of 50 GiB needs no 50 GiB, and pages are faulted in once. Ids are scattered over a
+    window, so overlapping windows share almost no hot rows.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ShardProbe:
         self._drawn: OrderedDict[Any, list[DrawnIds]] = OrderedDict()
         self._num_drawn = 0
         if device.type == "cpu":
-            keep_freed_memory()  # as the trainer does: else every step pages its pooled vectors in anew
+            keep_freed_memory()  # as in training: otherwise every step faults in its pooled vectors again
 
     def measure(
         self,
@@ -99,12 +100,14 @@ class ShardProbe:
         batch_size: int,
         wholes: Sequence[TableConfig] | None = None,
     ) -> ShardTime:
-        """Time of the tables fused on one rank, for the global batch; an empty shard takes none. wholes: of which these
-        are parts, where some are: a part has as many rows as its table would have in the buffer, to compare with it."""
+        """Returns the time of the tables fused on one rank at the global batch size; zero for an empty shard.
+
+        wholes: the tables that these are column shards of. A shard gets as many rows of the buffer as its whole table
+        would, so that their times compare."""
         if not tables:
             return ShardTime()
         formats = [(table.dtype, table.optimizer and table.optimizer.name) for table in tables]
-        if len(set(formats)) > 1:  # a lookup each
+        if len(set(formats)) > 1:  # fbgemm needs a lookup per format
             of_each = [[i for i, other in enumerate(formats) if other == own] for own in dict.fromkeys(formats)]
             wholes = wholes or tables
             times = [
@@ -145,7 +148,7 @@ class ShardProbe:
         return batches
 
     def _drawn_ids(self, table: TableConfig, stats: TableStats, rows: int, batch_size: int) -> list[DrawnIds]:
-        """Returns one table's ids of each draw, in so many rows; remembered between shards."""
+        """Returns one table's ids of each draw, mapped to `rows` rows; remembered between shards."""
         key = (table.shard.table, table.num_embeddings, stats, rows, batch_size)
         if key not in self._drawn:
             drawn = [draw_ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]
@@ -162,16 +165,18 @@ class ShardProbe:
         return self._drawn[key]
 
     def _rows(self, table: TableConfig) -> int:
-        """Rows that the table's window holds: all, if the memory allows."""
+        """Returns the number of rows that the table's window holds: all, if memory allows."""
         bytes_per_row = table.weight_bytes // table.num_embeddings
         return max(1, min(table.num_embeddings, self._buffer_bytes // bytes_per_row, 2**31 - 1))
 
     def _module(self, tables: Sequence[TableConfig], rows: Sequence[int]) -> Any:
-        """On windows of the resident buffers. On a GPU with the tables' true numbers of rows, by whose bits ids are
-        sorted; on CPU its backward wants memory for every row."""
+        """Makes the TBE on windows of the resident buffers.
+
+        On GPU it is given the tables' true numbers of rows, whose bits determine the sort; on CPU backward would need
+        memory for each of them."""
         dtype, pooling = tables[0].dtype, shared_pooling(tables)
-        told = rows if self.device.type == "cpu" else [table.num_embeddings for table in tables]
-        shapes = [(count, table.embedding_dim) for count, table in zip(told, tables, strict=True)]
+        shown = rows if self.device.type == "cpu" else [table.num_embeddings for table in tables]
+        shapes = [(count, table.embedding_dim) for count, table in zip(shown, tables, strict=True)]
         sizes = [count * table.embedding_dim for count, table in zip(rows, tables, strict=True)]
         weights, starts = self._windows(torch.float16 if dtype == "fp16" else torch.float32, sizes, "weights")
         memory = {"weights": (weights, starts)}
@@ -179,22 +184,22 @@ class ShardProbe:
         for state, each in OPTIMIZERS[optimizer].states.items():
             if each == "row":
                 memory[state] = self._windows(torch.float32, rows, state)
-            else:  # of the weights' shape, and on CPU it must have their offsets
+            else:  # as large as the weights; on CPU the offsets must be the weights', too
                 memory[state] = self._buffer(state, torch.float32, weights.numel()), starts
         return make_tbe(shapes, memory, TableOptimizerConfig(name=optimizer, lr=1e-6), dtype, pooling, self.device)
 
     def _optimizer_of(self, tables: Sequence[TableConfig]) -> TableOptimizer:
-        """Returns that of tables of one format."""
+        """Returns the optimizer of tables of one format."""
         return self.optimizer if tables[0].optimizer is None else tables[0].optimizer.name
 
     def _windows(self, dtype: torch.dtype, sizes: Sequence[int], kind: str) -> tuple[Tensor, list[int]]:
-        """A resident buffer that holds the largest window, and where each window starts in it."""
+        """Returns a resident buffer that holds the largest window, and the start of each window in it."""
         generator = np.random.default_rng(len(sizes))
         buffer = self._buffer(kind, dtype, max(sizes))
         return buffer, [_ALIGN * int(generator.integers(0, (buffer.numel() - size) // _ALIGN + 1)) for size in sizes]
 
     def _buffer(self, kind: str, dtype: torch.dtype, elements: int) -> Tensor:
-        """The resident buffer of a kind, grown to `elements`; its values only have to be finite."""
+        """Returns the resident buffer of a kind, grown to `elements`, with finite values."""
         have = self._buffers.pop((kind, dtype), torch.empty(0, dtype=dtype, device=self.device))
         if have.numel() < elements:
             size = max(elements, min(2 * have.numel(), self._buffer_bytes // dtype.itemsize))
@@ -207,15 +212,15 @@ class ShardProbe:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Returns seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def in_fewer_rows(draws: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Ids of several batches, one to one, in a table of so few rows: what repeats is what repeated. Where they are more
-    than the rows, some come to share one."""
+    """Maps the ids of several batches one to one into fewer rows, so that the same ids repeat. If there are more
+    distinct ids than rows, some share a row."""
     distinct, positions = np.unique(torch.cat(list(draws)).numpy(), return_inverse=True)
     place = np.random.default_rng(len(distinct)).permutation(rows)[: len(distinct)]
     scattered = torch.from_numpy(place[positions % len(place)].astype(np.int32))
@@ -223,7 +228,7 @@ def in_fewer_rows(draws: Sequence[Tensor], rows: int) -> list[Tensor]:
 
 
 def median_time(times: Sequence[ShardTime]) -> ShardTime:
-    """One shard's measurements as one: the median of each figure."""
+    """Combines one shard's measurements: the median of each figure."""
     return ShardTime(
         float(np.median([one.fwd_compute_ms for one in times])),
         float(np.median([one.bwd_compute_ms for one in times])),
@@ -233,11 +238,11 @@ def median_time(times: Sequence[ShardTime]) -> ShardTime:
 
 
 def spread_of_times(times: Sequence[ShardTime]) -> float:
-    """How far measurements of one shard differ: interquartile range / median of forward and backward together."""
+    """Returns how far measurements of one shard differ: interquartile range / median of forward + backward."""
     return relative_spread([one.fwd_compute_ms + one.bwd_compute_ms for one in times])
 
 
 def relative_spread(values: Sequence[float]) -> float:
-    """Interquartile range / median."""
+    """Returns interquartile range / median."""
     low, median, high = np.percentile(values, [25, 50, 75])
     return float((high - low) / median) if median > 0 else 0.0

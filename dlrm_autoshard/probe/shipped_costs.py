@@ -1,8 +1,7 @@
-"""The costs that the package ships: shards measured on CPUs and a GPU, and what exchanges took on CPUs, as a start for
-any planner.
+"""Reads the costs that the package ships: shards measured on CPUs and a GPU, exchanges on CPUs; any planner's start.
 
 samples = read_samples(SHIPPED / "amd_epyc.npz")         # ShardSamples and CommsSamples
-start_warm(planner, hardware_fingerprint())              # says in `planner.costs.costs_from` whose machine it was
+start_warm(planner, hardware_fingerprint())              # names their machine in `planner.costs.costs_from`
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
 
-# `<machine>.npz`: the measurements (made by `python -m dlrm_autoshard.probe.collect`); `<machine>.json`: the hardware
-# they were made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware
-# with another fingerprint these are another machine's costs: proportions that are better than none, and called so.
+# `<machine>.npz`: the measurements (made by `python -m dlrm_autoshard.probe.collect`). `<machine>.json`: hardware,
+# command, and the cost model fitted to them, so that a warm start needs no fitting. On other hardware they give
+# proportions, which are better than nothing, and `costs_from` says so.
 
 SHIPPED = Path(__file__).parent / "shipped"
 
 
 def write_samples(path: Path, shards: Sequence[ShardSample], comms: Sequence[CommsSample]) -> None:
-    """Different tables once; shards as runs of table numbers."""
+    """Writes samples; each table once, shards as runs of table numbers."""
     number: dict[tuple[TableConfig, TableStats], int] = {}
     members = [
         [number.setdefault(pair, len(number)) for pair in zip(shard.tables, shard.stats, strict=True)]
@@ -56,7 +55,7 @@ def write_samples(path: Path, shards: Sequence[ShardSample], comms: Sequence[Com
 
 
 def read_samples(path: Path) -> list[ShardSample | CommsSample]:
-    """Reads the samples that come with the package."""
+    """Reads a shipped file of samples."""
     with np.load(path) as data:
         column = {name: data[name] for name in data.files}
     tables = [
@@ -91,18 +90,18 @@ def read_samples(path: Path) -> list[ShardSample | CommsSample]:
 
 
 UPDATE_NS: Mapping[TableOptimizer, float] = {"sgd": 0.07, "adagrad": 1.1}
-"""Nanoseconds that the fused backward takes on CPU for each byte of different rows, beside what row-wise Adagrad's
-takes, with which the shipped shards were measured. From 131 sets of tables of dims 4 to 128 on an AMD EPYC, half of
-them of one table; it leaves 16 and 19% open, one factor for all would leave 16 and 58%. On GPUs, where nobody has
-measured it, updates are taken to cost the same."""
+"""Nanoseconds per byte of distinct rows that the fused backward takes on CPU, more than with row-wise Adagrad, with
+which the shipped shards were measured. Fitted to 131 sets of tables of dims 4 to 128 on an AMD EPYC, half of them
+single tables: 16 and 19% error remain, one factor for all would leave 16 and 58%. On GPUs, where it was not measured,
+updates are taken to cost the same."""
 
 
 def start_warm(
     planner: Planner, fingerprint: Mapping[str, Any] | None, optimizer: TableOptimizer = "rowwise_adagrad"
 ) -> None:
-    """Gives the planner the shipped costs of the machine most like this one, for tables with that optimizer.
+    """Gives the planner the shipped costs of the most similar machine, for tables with that optimizer.
 
-    fingerprint: this machine's, to tell whether the costs are its own; None where it is not known.
+    fingerprint: this machine's, to tell whether the costs are its own; None if unknown.
     """
     record = most_alike(fingerprint or {})
     planner.costs.cost_model.load_json(record["cost_model"])
@@ -121,8 +120,8 @@ def start_warm(
 
 
 def most_alike(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the shipped machine that most entries of the fingerprint agree with, of those with such a device
-    where there are any; of equals, the first."""
+    """Returns the shipped record with most fingerprint entries in common, of the same device type if there is one; the
+    first of equals."""
     records = [json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))]
 
     def alike(record: dict[str, Any]) -> tuple[bool, int]:

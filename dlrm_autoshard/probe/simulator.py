@@ -1,9 +1,9 @@
-"""A cluster that exists only as arithmetic: the same StepProfile that real ranks give, labelled 'simulated'.
+"""Simulates a cluster by arithmetic: returns StepProfiles as real ranks do, labelled 'simulated'.
 
     cluster = SimulatedCluster(seed=0)
     profile = cluster.profile(tables, stats, plan, batch_size=4096)
 
-For tests and for timing planners, not for predicting hardware.
+For tests and for timing planners; it predicts no hardware.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 class SimulatedCluster:
-    """`slowdown[rank]`: times longer that a rank computes. `noise`: relative standard deviation of a measurement.
+    """A simulated cluster. slowdown[rank]: factor on its compute. noise: relative standard deviation of a measurement.
 
-    It has what makes placement hard: tables that share a rank compete for its cache (so a shard's cost is not the sum
-    of its tables'), hot rows are cheap (reuse), the backward pass sorts its ids, exchanges have latency and bandwidth,
-    ranks may be slower than others, measurements have noise.
+    It models what makes placement hard: tables on a rank compete for its cache (so a shard costs more than the sum of
+    its tables), hot rows are cheap (reuse), backward sorts ids, exchanges have latency and bandwidth, ranks differ in
+    speed, and measurements are noisy.
     """
 
     def __init__(self, seed: int = 0, noise: float = 0.0, slowdown: dict[int, float] | None = None) -> None:
@@ -52,7 +52,7 @@ class SimulatedCluster:
         done_TP = work(shards, stats_of, batch_size)
         dims_T = np.array([float(t.embedding_dim * s.features) for t, s in zip(shards, stats_of, strict=True)])
         own_W = [dims_T[rank_T == rank].sum() for rank in range(plan.world_size)]
-        # A collective ends on all ranks when the slowest has sent and received.
+        # A collective ends for all ranks once the slowest has sent and received.
         exchange = max(self._exchange(own, dims_T.sum(), batch_size, plan.world_size) for own in own_W)
         ranks = []
         for rank in range(plan.world_size):
@@ -65,11 +65,11 @@ class SimulatedCluster:
         return replace(bare, ranks=tuple(ranks))
 
     def _compute(self, done_TP: np.ndarray) -> tuple[float, float]:
-        """Fused forward and backward of the tables on one rank, in ms."""
+        """Returns ms of fused forward and backward of one rank's tables."""
         if len(done_TP) == 0:
             return 0.0, 0.0
         pooled, ids, read, distinct, working_set = (done_TP[:, i] for i in (2, 3, 4, 5, 6))
-        # All tables of the rank share the cache: what fits is read at the hit price.
+        # All tables of the rank share the cache: what fits costs the hit price.
         cached = self.cache_mib / (self.cache_mib + working_set.sum() * 1e6 / 2**20)
         price = self.hit_ns_per_byte * cached + self.miss_ns_per_byte * (1 - cached)
         first_touch = self.miss_ns_per_byte * working_set

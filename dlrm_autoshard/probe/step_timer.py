@@ -18,17 +18,16 @@ from torch import Tensor
 from dlrm_autoshard.distributed.device import timer_of
 
 _CYCLES_HELD = 3e9
-"""Cycles of a GPU for a second of launching: half as much again, at its highest clock."""
+"""GPU cycles that cover a second of launching: half as much again at its highest clock."""
 
-# Beside a process that never rests a rank computes for a time slice and waits for one, and a step of a few ms waits
-# once, twice or not at all. By medians of three steps, tables alone said in nineteen starts on two cores, half of one
-# of which was taken, that its rank was 1.2 to 2.7 times as slow as the other. All steps of a start together, in seven
-# of them, took 1.94 to 2.04 times as long as that rank had its core. So the two are measured apart: what steps compute,
-# and how long they wait.
+# On a shared core a rank computes for a time slice, then waits for one, so a step of a few ms waits once, twice or not
+# at all. In 19 starts on two cores, half of one of which was taken, medians of three steps made a rank look 1.2 to 2.7
+# times as slow as the other; over all steps of a start it was 1.94 to 2.04 times. So compute and waiting are measured
+# apart.
 
 
 class Step(NamedTuple):
-    """Seconds of a step's lookup and of its backward + update; and those of them in which this thread had its core."""
+    """Seconds of a step's lookup and of its backward + update, in wall time and in this thread's CPU time."""
 
     lookup: float
     update: float
@@ -45,11 +44,12 @@ class Step(NamedTuple):
 
 
 class StepTimer:
-    """warmup, warmup_seconds: steps before those that are timed; one is enough where it alone takes so long.
+    """Times steps of an embedding module.
 
-    repeats, seconds: at least `repeats` timed steps, up to four times as many while there is time.
-    undisturbed: steps during which another process took this core are timed again (CPU only). Else they count, each as
-        if it had waited for its core as long as all steps that were timed so far have on average.
+    warmup, warmup_seconds: untimed steps first; at least one, no more than these seconds.
+    repeats, seconds: at least `repeats` timed steps, up to four times as many within `seconds`.
+    undisturbed: time steps again during which another process took this core (CPU only). Otherwise they count, each as
+    if it had waited for its core as long as the average step so far.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StepTimer:
     ) -> tuple[list[float], list[float]]:
         """Returns ms of each timed step's lookup, and of its backward + update."""
         steps = self._timed(module, batches, gradient)
-        if not self._apart or torch.get_num_threads() > 1:  # of what several threads do this one knows a part
+        if not self._apart or torch.get_num_threads() > 1:  # CPU time is this thread's only
             return [1e3 * step.lookup for step in steps], [1e3 * step.update for step in steps]
         self._wall += sum(step.wall for step in steps)
         self._cpu += sum(step.cpu for step in steps)
@@ -84,7 +84,7 @@ class StepTimer:
 
     @property
     def wait_factor(self) -> float:
-        """How many times as long as they compute steps take, waiting for their core."""
+        """Returns wall time / CPU time of all steps so far: how much longer steps take by waiting for their core."""
         return max(1.0, self._wall / self._cpu) if self._cpu > 0 else 1.0
 
     def _timed(self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor) -> list[Step]:
@@ -103,9 +103,10 @@ class StepTimer:
         return timed
 
     def _steps(self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor) -> Iterator[Step]:
-        """A GPU is held back while the host launches a round of steps: what it takes less time for than a launch would
-        be timed as the launch. Not in a lookup's first step, of which fbgemm reads a value back: the host would wait
-        for the holding to end."""
+        """Runs steps forever and yields their times.
+
+        A GPU is held busy while the host launches a round of steps; otherwise short kernels would be timed as
+        launches. The first lookup is not held: fbgemm reads a value back in it and would wait for the hold to end."""
         timer, turns, launching = self._timer, itertools.cycle(batches), 0.002
         if self._cuda:
             module(*next(turns)).backward(gradient)
@@ -127,7 +128,7 @@ class StepTimer:
 
 
 def _ticks_finely() -> bool:
-    """Whether this thread's clock tells steps apart: some sandboxes count it in hundredths of a second."""
+    """Returns whether this thread's CPU clock can time a step: some sandboxes count in hundredths of a second."""
     first = time.thread_time()
     while (later := time.thread_time()) == first:
         pass

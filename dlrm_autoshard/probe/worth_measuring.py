@@ -1,4 +1,4 @@
-"""Tells what measuring tables before the first plan may bring.
+"""Estimates what measuring tables before the first plan would save.
 
 worth_ms = worth_measuring(planner, task, budget_seconds=0.5)
 """
@@ -12,9 +12,10 @@ from dlrm_autoshard.planner.task import PlacementTask
 
 
 def worth_measuring(planner: Planner, task: PlacementTask, *, budget_seconds: float | None = None) -> float:
-    """Returns ms of a step that choosing among the candidates would save, on average, once all tables were measured,
-    and half of those that make ranks slow, where they may be split: what a width takes that was not measured is a
-    guess, so that no search finds that it pays."""
+    """Returns the mean ms of a step that choosing among candidates would save if all tables were measured.
+
+    Includes halves of tables that slow ranks down, if they may be split: the cost of an unmeasured width is a guess,
+    with which no search finds that a split pays."""
     deadline, costs = deadline_in(budget_seconds), planner.costs
     candidates = planner.makers.candidates("auto", task, costs.costs_of, deadline)
     plans, names = [candidate.plan for candidate in candidates], list(task.names)
