@@ -169,7 +169,7 @@ def test_features_that_look_up_another_table_are_refused(trained: Path) -> None:
     shared = settings(trained, **other)
     source, was = (open_source(one.data, one.tables) for one in (shared, settings(trained)))
     wanted = Columns.of(was, settings(trained).tables.shared)
-    with pytest.raises(DataError, match=r"'user' up in table 'user', and tables.shared says 'things' here"):
+    with pytest.raises(DataError, match=r"looks up 'user' in table 'user', but tables.shared says 'things'"):
         in_order(source, wanted, shared.tables.shared, "checkpoint 'c'")
 
 

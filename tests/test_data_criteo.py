@@ -91,8 +91,8 @@ def test_days_that_nothing_is_trained_on_are_all_for_testing(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"train_days": [0, 1], "test_days": [1, 2]}, r"both have days \[1\]: .* Take them out of one"),
-        ({"train_days": [], "test_days": []}, r"nothing to train on\. Days \[\] of .* \[\] to test on"),
+        ({"train_days": [0, 1], "test_days": [1, 2]}, r"both have days \[1\]: .* Remove them from one"),
+        ({"train_days": [], "test_days": []}, r"nothing to train on\. Days \[\] of .* \[\] for testing"),
         ({"test_days": [0, 1, 2]}, r"nothing to train on\. Days \[\] of .* \[0, 1, 2\] to test on"),
     ],
 )
@@ -347,7 +347,7 @@ def test_days_are_named_by_their_number_alone(name: str, folder: Path, tmp_path:
     for path in folder.glob("day_0_*.npy"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
         (tmp_path / path.name.replace("_0_", f"_{name}_")).write_bytes(path.read_bytes())
-    with pytest.raises(DataError, match=rf"day_{name}_labels\.npy' has no number of a day in its name"):
+    with pytest.raises(DataError, match=rf"day_{name}_labels\.npy' has no day number in its name"):
         source_in(tmp_path)
 
 

@@ -159,7 +159,7 @@ def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
         (good_line().replace("\t5", "\t ", 1).encode(), "line 1 column 2 is ' '"),
         (good_line()[2:].encode(), "without labels"),
         (b"\x89PNG\r\n\x1a\n" + bytes(200), "line 1 has 1 columns"),
-        (bytes(200_000), "is no click log"),
+        (bytes(200_000), "is not a click log"),
         (gzip.compress(good_line().encode() * 5000)[:300], "truncated gzip file: reading stopped near byte"),
         (b"\x1f\x8b" + bytes(100), "damaged or truncated gzip file"),
         (b"\t".join([b"label", *(b"c%d" % i for i in range(39))]) + b"\n", "a header and no lines"),
@@ -344,6 +344,6 @@ def test_later_days_by_modulo_and_folders_that_tell_of_no_rows(
     with np.load(tmp_path / "counted" / "categories.npz") as arrays:
         np.savez(tmp_path / "counted" / "categories.npz", allow_pickle=False, **{**arrays, "3": arrays["3"][1:]})
     write_sample_layout(tmp_path / "made-up", [10])
-    for folder, said in (("counted", "table 3's"), ("made-up", "tells of no encoding"), ("none", "none/tables.json")):
+    for folder, said in (("counted", "table 3's"), ("made-up", "describes no encoding"), ("none", "none/tables.json")):
         assert main([*again, str(tmp_path / folder)]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -106,7 +106,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         "missing.pt": (None, "does not exist"),
         "short.pt": (good[: len(good) // 2], "truncated"),
         "empty.pt": (b"", "truncated"),
-        "foreign.pt": (b"PAR1" + bytes(3000), "is no file of torch.save"),
+        "foreign.pt": (b"PAR1" + bytes(3000), "is not a file of torch.save"),
         "cut.pt.gz": (packed[: len(packed) // 2], "truncated gzip file"),
         "other.pt.gz": (good, "gzip file"),
     }
@@ -150,7 +150,7 @@ def test_files_without_ids_or_tables_and_files_twice_are_named(tmp_path: Path) -
         ("indices", (indices.to_sparse(), offsets, lengths)),
     ):
         torch.save(content, tmp_path / "odd.pt")
-        with pytest.raises(DataError, match=rf"odd\.pt' holds {name} as .*; they must be int32 or int64"):
+        with pytest.raises(DataError, match=rf"odd\.pt' holds {name} as .*; it must be int32 or int64"):
             source_of(tmp_path / "odd.pt")
     for shape in ((0, 60), (5, 0), (0, 0)):
         torch.save((indices[:0], offsets[:1], torch.zeros(shape, dtype=torch.int64)), tmp_path / "odd.pt")

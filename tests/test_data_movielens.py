@@ -128,7 +128,7 @@ def test_ranks_share_an_epoch(folder: Path) -> None:
         ("ml-100k.inter", ratings() + "7\t10\n", "line 42 has 2 columns, not 4. Is the file truncated?"),
         ("ml-100k.inter", ratings() + "7\t99\t3\t881250949\n", "line 42 rates with item_id 99"),
         ("ml-100k.inter", ratings() + "7\t10\tgood\t881250949\n", "line 42 has the rating 'good'"),
-        ("ml-100k.item", ITEMS.splitlines()[0] + "\n", "has a header and no rows"),
+        ("ml-100k.item", ITEMS.splitlines()[0] + "\n", "has a header but no rows"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(folder: Path, name: str, text: str | None, message: str) -> None:

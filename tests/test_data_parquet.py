@@ -218,7 +218,7 @@ def test_what_is_trained_on_is_not_tested_on(tmp_path: Path) -> None:
     every, first, link = (f"{tmp_path}/day_{day}.parquet" for day in ("*", "0", "2"))
     data = shipped(tmp_path).data
     for split, files, said in (
-        ("test", [link], rf"data\.train and data\.test both name '{link}': metrics would be of samples that were"),
+        ("test", [link], rf"data\.train and data\.test both name '{link}': metrics would cover samples that were"),
         ("val", [first], rf"data\.train and data\.val both name '{first}'"),
     ):
         asked = data.model_copy(update={"train": [first], "val": [], "test": [], split: files})

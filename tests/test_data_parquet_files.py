@@ -66,7 +66,7 @@ def test_a_name_means_these_files(name: str, means: list[str], days: Path) -> No
         ("days/**/z.parquet", "data.train: there is no file 'days/**/z.parquet'"),
         ("days/clicks[2].parquet", "there is no file 'days/clicks[2].parquet'"),
         ("days/_temporary/0/none", "there is no file"),
-        ("a\0b", "is no file's name"),
+        ("a\0b", "is not a file name"),
         ("x" * 5000, "there is no file"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(
     written(tmp_path / "a.parquet", pa.array(["1", "2", "3", "4"]))
     assert main(["train", "job.yaml", "--ranks=1", "--resume=runs/job"]) == 2
     said = capfd.readouterr()
-    assert "'a.parquet': column 'user' holds string, and its ids are rows as they are" in said.err + said.out
+    assert "'a.parquet': column 'user' holds string, but its ids are used as rows" in said.err + said.out
 
 
 @pytest.mark.parametrize("nothing", [pa.nulls(3), pa.array([[]] * 3), pa.nulls(3, pa.int64())])

@@ -165,7 +165,7 @@ def test_what_cannot_share_a_table_is_said() -> None:
     for sharing, said in [
         ({"item": ["bought", "clickt"]}, "'clickt', which the data does not have. Did you mean 'clicked'"),
         ({"item": ["bought"], "other": ["bought"]}, "'bought' is in 'item' and in 'other'"),
-        ({"user": ["bought", "clicked"]}, "'user' is a feature with a table of that name"),
+        ({"user": ["bought", "clicked"]}, "'user' is already the name of a feature"),
     ]:
         with pytest.raises(DataError, match=said):
             resolve_tables(rows, TablesConfig(shared=sharing))

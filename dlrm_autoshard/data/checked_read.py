@@ -1,4 +1,4 @@
-"""Samples read from a source, and looked at before anybody counts or trains on them.
+"""Reads samples from a source and checks them before they are counted or trained on.
 
 stretch = Stretch(source, "train", epoch=0, first=4096, last=5120)
 batch = stretch.checked(stretch.read(), IdCheck(source.tables, "error"))
@@ -16,7 +16,7 @@ from dlrm_autoshard.data.id_check import IdCheck
 
 @dataclass(frozen=True)
 class Stretch:
-    """Samples [first, last) of an epoch."""
+    """A range of samples [first, last) of an epoch."""
 
     source: DataSource
     split: Split
@@ -28,8 +28,8 @@ class Stretch:
         return self.source.read(self.split, self.epoch, self.first, self.last)
 
     def checked(self, batch: Batch, id_check: IdCheck) -> Batch:
-        """The batch, of the right form, with ids that are rows or are repaired, and sequences cut. DataError names
-        sample and place."""
+        """Checks the batch's form, checks or repairs its ids, and cuts its sequences. DataError names sample and
+        place."""
         named = f"data source '{type(self.source).__name__}', from {self.sample(0)},"
         check_form(batch, self.source, self.last - self.first, named)
         checked, cuts = id_check(batch, self.sample, self.place), getattr(self.source, "cuts", None)
@@ -39,7 +39,7 @@ class Stretch:
         return f"sample {self.first + number} (from 0) of split '{self.split}' in epoch {self.epoch}"
 
     def place(self, number: int) -> str:
-        """A source that has files says which: by a method `place(split, epoch, sample)`."""
+        """Returns where the sample is: in which file, if the source has a method `place(split, epoch, sample)`."""
         if hasattr(self.source, "place"):
             return str(self.source.place(self.split, self.epoch, self.first + number))
         return f"data source '{type(self.source).__name__}'"

@@ -1,6 +1,6 @@
-"""The order of a model's columns: of the features, dense columns and labels that it learned from.
+"""The order of features, dense columns and labels that a model was trained with.
 
-columns = Columns.of(source, config.tables.shared)           # as checkpoints name them
+columns = Columns.of(source, config.tables.shared)           # as checkpoints store them
 source = in_order(source, columns, shared, "checkpoint 'c'") # the same samples
 """
 
@@ -24,7 +24,7 @@ _MOST_SHOWN = 12
 
 
 class Columns(pydantic.BaseModel):
-    """tables: the table of each feature. dense: None where the source gives its dense columns no names."""
+    """Names of columns in order. tables: the table of each feature. dense: None if the source does not name them."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -44,7 +44,7 @@ class Columns(pydantic.BaseModel):
 
     @staticmethod
     def of(source: DataSource, shared: Mapping[str, Sequence[str]]) -> Columns:
-        """shared: as `tables.shared` in the config."""
+        """Reads the columns of a source. shared: as in the config's `tables.shared`."""
         features = Features.of(source.tables, shared)
         dense = dense_names_of(source)
         return Columns(
@@ -56,16 +56,17 @@ class Columns(pydantic.BaseModel):
 
 
 def dense_names_of(source: DataSource) -> tuple[str, ...] | None:
-    """Returns a name for each dense column, where the source gives them names."""
+    """Returns the names of the dense columns; None if the source has none."""
     names = getattr(source, "dense_names", None)
     if names is not None and len(names) != source.num_dense:
-        raise DataError(f"the data source has {source.num_dense} dense columns, and {len(names)} dense_names.")
+        raise DataError(f"the data source has {source.num_dense} dense columns, but {len(names)} dense_names.")
     return None if names is None else tuple(names)
 
 
 def in_order(source: DataSource, wanted: Columns, shared: Mapping[str, Sequence[str]], model: str) -> DataSource:
-    """Returns the source with its columns in the order `wanted`. model: what learned in that order, for messages.
-    DataError names both orders where the source has not the same columns."""
+    """Reorders the source's columns to `wanted`. DataError names both orders if the columns are not the same.
+
+    model: the checkpoint trained in that order, for messages."""
     own = Columns.of(source, shared)
     features = _places("features (data.tables)", own.features, wanted.features, model)
     dense = _places("dense columns", own.dense, wanted.dense, model)
@@ -74,20 +75,20 @@ def in_order(source: DataSource, wanted: Columns, shared: Mapping[str, Sequence[
         here = own.tables[own.features.index(feature)]
         if here != table:
             raise DataError(
-                f"{model} looks '{feature}' up in table '{table}', and tables.shared says '{here}' here. Set it as it "
-                "was (config.yaml in the run's directory)."
+                f"{model} looks up '{feature}' in table '{table}', but tables.shared says '{here}'. Set it as it was "
+                "(config.yaml in the run's directory)."
             )
     return source if own == wanted else _InOrder(source, features, dense, labels)
 
 
 def _places(what: str, own: Sequence[str] | None, wanted: Sequence[str] | None, model: str) -> list[int]:
-    """Returns the source's place of each wanted name; nothing where there are no names."""
+    """Returns the source's position of each wanted name; [] if there are no names."""
     if own is None and wanted is None:
         return []
     if own is None or wanted is None or set(own) != set(wanted):
-        cure = "Name them as they were named; a custom source names its dense columns by `dense_names`"
+        cure = "Use the old names; a custom source names its dense columns in `dense_names`"
         raise DataError(
-            f"{model} was trained with other {what}: {_listed(wanted)}, in this order; the data have {_listed(own)}"
+            f"{model} was trained with other {what}: {_listed(wanted)}, in this order; the data has {_listed(own)}"
             f"{_difference(own or (), wanted or ())}. {cure}, or start a new run."
         )
     place = {name: number for number, name in enumerate(own)}
@@ -109,10 +110,10 @@ def _listed(names: Sequence[str] | None) -> str:
 
 
 class _InOrder:
-    """A DataSource whose columns are another's, in another order; the rest of it is the other's."""
+    """Wraps a DataSource and reorders its columns; everything else is the wrapped source's."""
 
     def __init__(self, source: DataSource, features: list[int], dense: list[int], labels: list[int]) -> None:
-        """features, dense, labels: the source's place of each column; of dense columns without names nothing."""
+        """features, dense, labels: the wrapped source's position of each column; dense is [] without names."""
         self._source, self._features, self._dense, self._labels = source, features, dense, labels
         self.tables = tuple(source.tables[place] for place in features)
         self.num_dense, self.reuse_batches = source.num_dense, source.reuse_batches
@@ -122,8 +123,8 @@ class _InOrder:
         self.dense_names = None if named is None else tuple(named[place] for place in dense)
 
     def __getattr__(self, name: str) -> Any:
-        """`parallel_reads`, `place` and the like, where the source has them."""
-        if name == "_source":  # not made yet
+        """Passes on `parallel_reads`, `place` and other optional attributes."""
+        if name == "_source":  # during unpickling
             raise AttributeError(name)
         return getattr(self._source, name)
 
@@ -133,7 +134,7 @@ class _InOrder:
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         batch = self._source.read(split, epoch, first, last)
         if not self._is_whole(batch):
-            return batch  # whoever checks its form says what is wrong with it
+            return batch  # the form check reports what is wrong
         counts = batch.lengths_TB.sum(1).tolist()
 
         def of_ids(values_N: Tensor) -> Tensor:

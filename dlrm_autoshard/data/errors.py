@@ -1,4 +1,4 @@
-"""The error of this folder, apart from `batch` so that reading text needs no torch."""
+"""Errors of this folder; apart from `batch`, so that reading text needs no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dlrm_autoshard.errors import UserError
 
 
 class DataError(UserError):
-    """Input that cannot be used: the message names the file or table, the place in it, and what to try."""
+    """Input cannot be used; the message names the file or table, the place, and what to try."""
 
 
 class BadValue(Exception):
-    """A value of an array that cannot be meant: its place there, and what is wrong, as the end of a sentence. Whoever
-    knows where the array is from makes a DataError of it."""
+    """A bad value in an array: its index, and the end of a sentence about it. The caller, which knows the file, turns
+    it into a DataError."""
 
     def __init__(self, place: int, wrong: str) -> None:
         super().__init__(wrong)

@@ -1,7 +1,7 @@
-"""Which table each of the data's features looks up rows of: one of its own, or one that several share.
+"""Which table each feature looks up: its own, or one that several features share.
 
 features = Features.of(source.tables, {"item": ["bought", "clicked"]})
-features.tables, features.table_of                # (user, item), (0, 1, 1): of `user`, `bought`, `clicked`
+features.tables, features.table_of                # (user, item), (0, 1, 1) for `user`, `bought`, `clicked`
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from dlrm_autoshard.tables import TableConfig, output_order
 
 @dataclass(frozen=True)
 class Features:
-    """features: in the batch's order, each of its table's shape, under its own name. tables: each once, in the order of
-    their first features. table_of: of each feature, the number of its table. sequences: names of the features whose
-    vectors are not pooled, in the batch's order."""
+    """The features of the data and their tables.
+
+    features: in the batch's order, with their table's shape and their own name. tables: in the order of their first
+    features. table_of: each feature's table number. sequences: names of features whose vectors are not pooled, in the
+    batch's order."""
 
     features: tuple[TableConfig, ...]
     tables: tuple[TableConfig, ...]
@@ -32,8 +34,8 @@ class Features:
     def of(
         features: Sequence[TableConfig], shared: Mapping[str, Sequence[str]], sequences: Iterable[str] = ()
     ) -> Features:
-        """shared: table -> its features, where there are several. DataError where they cannot be of one table, or a
-        sequence is no feature."""
+        """Makes Features. shared: table -> its features, for tables with several. DataError if features of a table
+        differ in shape, or a sequence is not a feature."""
         table_named = shared_by([feature.name for feature in features], shared)
         tables: dict[str, TableConfig] = {}
         for feature in features:
@@ -41,8 +43,8 @@ class Features:
             table = tables.setdefault(name, replace(feature, name=name))
             if replace(feature, name=name) != table:
                 raise DataError(
-                    f"tables.shared: '{feature.name}' has {_shape(feature)}, a feature before it of table '{name}' "
-                    f"{_shape(table)}. All features of a table have as many: ids mean the same rows."
+                    f"tables.shared: '{feature.name}' has {_shape(feature)}, but an earlier feature of table '{name}' "
+                    f"{_shape(table)}. All features of a table need the same shape, as they look up the same rows."
                 )
         numbers = {name: number for number, name in enumerate(tables)}
         table_of = tuple(numbers[table_named.get(feature.name, feature.name)] for feature in features)
@@ -58,19 +60,19 @@ class Features:
 
     @staticmethod
     def alike(tables: Sequence[TableConfig], counts: Sequence[int]) -> Features:
-        """So many of each table."""
+        """Makes counts[t] features of each table t."""
         table_of = tuple(number for number, count in enumerate(counts) for _ in range(count))
         return Features(tuple(tables[number] for number in table_of), tuple(tables), table_of)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Features of each table, by its name."""
+        """Number of features of each table, by the table's name."""
         number_of = Counter(self.table_of)
         return {table.name: number_of[number] for number, table in enumerate(self.tables)}
 
     @property
     def pooled(self) -> tuple[TableConfig, ...]:
-        """The features that are no sequences."""
+        """The features that are not sequences."""
         return tuple(feature for feature in self.features if feature.name not in self.sequences)
 
     def pooled_of(self, tables: Collection[str]) -> list[int]:
@@ -78,8 +80,10 @@ class Features:
         return [i for i in self.output_order() if self.tables[self.table_of[i]].name in tables]
 
     def vectors(self, ids_F: Sequence[float], filled_F: Sequence[float] | None = None) -> list[float]:
-        """Returns the vectors of each table that travel for a sample: one an id of a sequence, one a pooled feature.
-        ids_F: ids of each feature per sample. filled_F: bags of each with an id, where only these travel."""
+        """Returns how many vectors of each table travel per sample: one per pooled feature, one per id of a sequence.
+
+        ids_F: mean ids per sample of each feature. filled_F: share of each feature's bags that hold an id, if only
+        these bags travel."""
         found: list[float] = [0] * len(self.tables)
         pooled_F = [1.0] * len(ids_F) if filled_F is None else filled_F
         for feature, table, ids, pooled in zip(self.features, self.table_of, ids_F, pooled_F, strict=True):
@@ -88,47 +92,47 @@ class Features:
 
     @property
     def by_sequence(self) -> dict[str, TableConfig]:
-        """The sequences by name, each of its table's shape."""
+        """The sequences by name, with their table's shape."""
         return {feature.name: feature for feature in self.features if feature.name in self.sequences}
 
     @property
     def sequence_numbers(self) -> list[int]:
-        """Numbers of the sequences among all features."""
+        """Indices of the sequences among all features."""
         return [number for number, feature in enumerate(self.features) if feature.name in self.sequences]
 
     @property
     def sequence_tables(self) -> frozenset[int]:
-        """Numbers of the tables that a sequence looks up, other features beside it or not."""
+        """Indices of the tables that at least one sequence looks up."""
         return frozenset(
             table for feature, table in zip(self.features, self.table_of, strict=True) if feature.name in self.sequences
         )
 
     @property
     def sequence_table_names(self) -> frozenset[str]:
-        """The same by name."""
+        """Names of the tables that at least one sequence looks up."""
         return frozenset(self.tables[number].name for number in self.sequence_tables)
 
     def lookup_order(self) -> list[int]:
-        """Numbers of the features in their tables' `output_order`, those of one table side by side and of tables with
-        sequences last: the order of lookups, whatever the plan."""
+        """Returns feature indices in the order of lookups, whatever the plan: the tables' `output_order`, features of a
+        table side by side, tables with sequences last."""
         place = {table: number for number, table in enumerate(output_order(self.tables))}
         apart = self.sequence_tables
         return sorted(range(len(self.features)), key=lambda i: (self.table_of[i] in apart, place[self.table_of[i]]))
 
     def output_order(self) -> list[int]:
-        """Numbers of the pooled features in their tables' `output_order`, those of one table side by side: the order of
-        the pooled output's columns, whatever the plan."""
+        """Returns indices of the pooled features in the order of the pooled output's columns, whatever the plan: the
+        tables' `output_order`, features of a table side by side."""
         place = {table: number for number, table in enumerate(output_order(self.tables))}
         pooled = [i for i, feature in enumerate(self.features) if feature.name not in self.sequences]
         return sorted(pooled, key=lambda feature: place[self.table_of[feature]])
 
     def joined(self, lengths_FB: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns lengths [T, B], and ids table by table: each table's ids of all its features."""
+        """Returns lengths [T, B] and ids by table: a table has the ids of all its features."""
         return join(lengths_FB, values_N, self.table_of)
 
 
 def join(lengths_FB: np.ndarray, values_N: np.ndarray, table_of: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """As `Features.joined`: each sample's bags of one table as one bag."""
+    """Does the work of `Features.joined`: a sample's bags of one table become one bag."""
     if list(table_of) == list(range(len(lengths_FB))):
         return lengths_FB, values_N
     by_table = np.argsort(table_of, kind="stable")
@@ -139,12 +143,12 @@ def join(lengths_FB: np.ndarray, values_N: np.ndarray, table_of: Sequence[int]) 
 
 
 def shared_by(features: Sequence[str], shared: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Feature -> its table, of those that share one. DataError names what is no feature, or in two tables."""
+    """Returns feature -> table for features that share one. DataError names a missing feature, or one in two tables."""
     table_named: dict[str, str] = {}
     for table, names in shared.items():
         if table in features and table not in names:
             raise DataError(
-                f"tables.shared: '{table}' is a feature with a table of that name. Name the table otherwise."
+                f"tables.shared: '{table}' is already the name of a feature with its own table. Rename the table."
             )
         for name in names:
             if name not in features:
@@ -158,14 +162,14 @@ def shared_by(features: Sequence[str], shared: Mapping[str, Sequence[str]]) -> d
 
 
 def check_sequences(features: Sequence[str], sequences: Iterable[str]) -> None:
-    """DataError names one that is no feature."""
+    """Raises DataError if a sequence is not a feature."""
     for name in sequences:
         if name not in features:
-            raise DataError(f"sequences: '{name}' is no feature.{near_to(name, features)}")
+            raise DataError(f"sequences: '{name}' is not a feature.{near_to(name, features)}")
 
 
 def near_to(name: str, names: Sequence[str]) -> str:
-    """Returns a question, after a blank, whether a similar name was meant, where there is one."""
+    """Returns " Did you mean ...?" with the most similar name; "" if there is none."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f" Did you mean '{near[0]}'?" if near else ""
 

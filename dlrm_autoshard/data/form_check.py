@@ -1,4 +1,4 @@
-"""Shapes and number formats are checked in every batch, before a kernel or an exchange takes its bytes for others."""
+"""Checks shapes and dtypes of every batch, before a kernel or an exchange misreads its bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WHOLE, _REAL = (torch.int32, torch.int64, torch.uint64), (torch.float32,)
 
 
 def check_form(batch: Batch, source: DataSource, samples: int, where: str) -> None:
-    """DataError names the tensor that is not as batch.py says. where: what gave the batch, for the error."""
+    """Raises DataError for a tensor that is not as batch.py describes. where: the batch's origin, for the message."""
     num_tables = len(source.tables)
     expected = {
         "dense_BF": ((samples, source.num_dense), _REAL),
@@ -26,7 +26,7 @@ def check_form(batch: Batch, source: DataSource, samples: int, where: str) -> No
         averaged = next((table.name for table in source.tables if table.pooling == "mean"), None)
         if averaged is not None:
             raise DataError(
-                f"{where} gives weights_N, but ids with weights are summed, and the pooling of '{averaged}' is mean. "
+                f"{where} gives weights_N, but weighted ids are summed, and the pooling of '{averaged}' is mean. "
                 "Set tables.pooling or tables.poolings to sum, or leave the weights out."
             )
     for name, (shape, dtypes) in expected.items():

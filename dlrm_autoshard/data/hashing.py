@@ -1,9 +1,9 @@
-"""Random numbers as a function of position: the same for every reader, every chunk and every version of numpy.
+"""Random numbers as a function of position: independent of the reader, the chunking and numpy's version.
 
     uniform(mix64(np.arange(100, 200, dtype=np.uint64) * GOLDEN + key))   # draws 100 to 199 of the stream `key`
 
-A generator with state would have to be wound forward to read a slice; a hash of the position needs no state, so
-reading by rank, resuming in mid-epoch and reading twice give the same samples by construction.
+A generator would have to be advanced to read a slice; a hash of the position has no state. Reading by rank, resuming in
+mid-epoch and reading twice therefore give the same samples.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3, _SHIFT_MANTISSA = np.uint64(30), np.uint64(27), np
 
 
 def key_of(*parts: int | str) -> np.uint64:
-    """A 64-bit key for a stream, from what tells it apart. Python's hash() is salted per process, so not that."""
+    """Returns a stream's 64-bit key from any values that identify it. (Python's hash() differs between processes.)"""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
 
 def mix64(states: Keys) -> Keys:
-    """Scrambles `states` in place: equal inputs stay equal, different ones become independent-looking.
+    """Scrambles `states` in place: equal inputs stay equal, different ones look independent.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), whose stream is mix64(key), mix64(key + GOLDEN), ...
     """
@@ -47,12 +47,12 @@ def mix64(states: Keys) -> Keys:
 
 
 def stream(key: np.uint64, first: int, last: int) -> Keys:
-    """Draws [first, last) of a stream."""
+    """Returns draws [first, last) of a stream."""
     return mix64(np.arange(first, last, dtype=np.uint64) * GOLDEN + key)
 
 
 def uniform(states: Keys) -> NDArray[np.float64]:
-    """Reals in [0, 1) from 52 bits each; overwrites `states`. (Bits into a float's mantissa: no slow conversion.)"""
+    """Returns reals in [0, 1) from 52 bits each, written into the mantissa of doubles; overwrites `states`."""
     states >>= _SHIFT_MANTISSA
     states |= _ONE
     reals = states.view(np.float64)
@@ -61,5 +61,5 @@ def uniform(states: Keys) -> NDArray[np.float64]:
 
 
 def permutation(key: np.uint64, size: int) -> NDArray[np.int64]:
-    """A random order of range(size)."""
+    """Returns a random order of range(size)."""
     return np.argsort(stream(key, 0, size), kind="stable")

@@ -1,7 +1,7 @@
-"""Ids are checked in every batch, before a kernel can read beyond a table: cheap, by each table's largest id.
+"""Checks ids of every batch before a kernel reads beyond a table; cheap, as it compares each table's largest id.
 
 batch = IdCheck(source.tables, on_bad_id="error")(batch, describe_sample)
-signed(ids, rows=40, on_bad_id="clip")          # for sources whose ids are numpy's uint64: the same, of one table
+signed(ids, rows=40, on_bad_id="clip")          # one table's ids, for sources with uint64 ids
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _CURE = "Fix the data or the table's rows, or set data.on_bad_id to 'clip' or 'h
 
 
 def signed(ids: NDArray[np.integer], rows: int, on_bad_id: OnBadId) -> NDArray[np.integer]:
-    """One table's ids as int32 or int64, for an IdCheck to look at. Those of 2^63 and more, which fit neither, are
-    repaired here as it would repair them; BadValue where they are an error."""
+    """Returns one table's ids as int32 or int64, for IdCheck. Ids of 2^63 and more are repaired as IdCheck would, or
+    raise BadValue."""
     if ids.dtype.name in ("int32", "int64"):
         return ids
     if ids.dtype != np.uint64 or int(ids.max(initial=0)) < 2**63:
@@ -37,13 +37,13 @@ def signed(ids: NDArray[np.integer], rows: int, on_bad_id: OnBadId) -> NDArray[n
 
 
 class IdCheck:
-    """Ids outside [0, rows) are an error, or are repaired: `clip` to the nearest row, `hash` to id mod rows.
+    """Rejects ids outside [0, rows), or repairs them: `clip` to the nearest row, `hash` to id mod rows.
 
-    Repaired or not, ids come back in `ids_dtype`.
+    Returns ids in `ids_dtype`.
     """
 
     def __init__(self, tables: Sequence[TableConfig], on_bad_id: OnBadId, cure: str = _CURE) -> None:
-        """cure: what to try where an id is an error."""
+        """cure: the advice at the end of an error message."""
         self._tables = tables
         self._rows_T = np.array([table.num_embeddings for table in tables], np.int64)
         self._dtype = ids_dtype(tables)
@@ -52,7 +52,7 @@ class IdCheck:
     def __call__(
         self, batch: Batch, describe_sample: Callable[[int], str], place: Callable[[int], str] | None = None
     ) -> Batch:
-        """`describe_sample` says which the batch's b-th sample is, `place` in which file, for the error."""
+        """Returns the checked batch. describe_sample, place: name the batch's b-th sample and its file, for errors."""
         values_N = batch.values_N.numpy()
         lengths_TB = batch.lengths_TB.numpy()
         counts_T = lengths_TB.sum(axis=1, dtype=np.int64)
@@ -82,7 +82,7 @@ class IdCheck:
         filled_T = np.flatnonzero(counts_T)
         if len(filled_T) == 0:
             return True
-        # Read as unsigned, a negative id is a huge one, so the largest id of a table tells on both.
+        # Viewed as unsigned, a negative id is huge, so the largest id of a table covers both ends.
         unsigned_N = values_N.view(np.uint32 if values_N.dtype == np.int32 else np.uint64)
         largest_T = np.maximum.reduceat(unsigned_N, (counts_T.cumsum() - counts_T)[filled_T])
         return bool((largest_T < self._rows_T[filled_T].astype(np.uint64)).all())

@@ -1,4 +1,4 @@
-"""One rank's batches of one epoch, read ahead in the background.
+"""Reads one rank's batches of one epoch ahead, in background threads.
 
 with Loader(source, "train", epoch=0, batch_size=1024, rank=0, world_size=2) as loader:
     batch = next(iter(loader))
@@ -27,9 +27,9 @@ _MOST_FOR_A_GPU = 4
 
 
 def reader_threads(asked: int | None, device: torch.device, local_world_size: int) -> int:
-    """Number of threads that read a rank's batches: as many as the config asks for. By default one, which keeps ahead
-    of steps on a CPU; a GPU's steps outrun it (distributed/GPU.md), so they get the host's cores for each rank beside
-    its own, up to four."""
+    """Returns the number of reader threads per rank: as configured, else one on CPU, where it keeps ahead of the steps.
+
+    A GPU's steps outrun one thread (distributed/GPU.md), so it gets up to four: the host's cores per rank, less one."""
     if asked is not None:
         return asked
     cores = len(os.sched_getaffinity(0)) // local_world_size
@@ -37,18 +37,18 @@ def reader_threads(asked: int | None, device: torch.device, local_world_size: in
 
 
 class Loader:
-    """Iterable once or many times; a sample's place depends on nothing but its position in the epoch.
+    """Iterates over a rank's batches, once or several times; a sample's place depends only on its position in the
+    epoch.
 
-    batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
-    many to read ahead, but at least one a thread; 0 reads in the caller's. threads: that read ahead, on `cores` where
-    they are given; how many changes nothing but the speed. global_samples: the epoch's length, if not the source's.
-    pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
-    labelled: False where nobody reads the labels, which then may be anything. finite: False where dense features and id
-    weights may be infinite or NaN, for whoever leaves such batches out.
+    batch_size: samples per rank. first_sample: position in the epoch to resume from. prefetch_batches: batches to read
+    ahead, at least one per thread; 0 reads in the caller's thread. threads: readers, bound to `cores` if given; their
+    number changes only the speed. global_samples: the epoch's length, if not the source's. pin: read into pinned
+    memory, for a GPU. labelled: False does not check labels. finite: False does not check dense features and id weights
+    for NaN and infinity.
 
-    Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
-    uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W =
-    2: rank 0 has samples 0 1 2, rank 1 has 3 4 and one that is empty.
+    Global batch i is samples [i * W * B, (i + 1) * W * B) of the epoch, and rank r takes its r-th slice. Of an uneven
+    last batch of n samples each rank takes ceil(n / W), padded where fewer are left. For n = 5, W = 2: rank 0 has
+    samples 0 1 2, rank 1 has 3 4 and an empty one.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Loader:
         finite: bool = True,
         reading: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """reading: a lock that whoever reads from the source holds, where others do, too. Sources that bear several at
-        once say so (`parallel_reads`)."""
+        """reading: a lock to hold while reading from a source without `parallel_reads` that others read, too."""
         self._source, self._split, self._epoch = source, split, epoch
         self._rank, self._world_size = rank, world_size
         self._global_batch = batch_size * world_size
@@ -82,11 +81,11 @@ class Loader:
         self._reading = nullcontext() if getattr(source, "parallel_reads", False) else reading or Lock()
         self._labelled, self._finite = labelled, finite
         self._check = IdCheck(source.tables, on_bad_id)
-        # Weak, so that an iterator that its user drops half-way ends at once.
+        # Weak, so that an iterator dropped half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
 
     def __len__(self) -> int:
-        """Global batches, the uneven last one included."""
+        """Returns the number of global batches, including an uneven last one."""
         return len(self._starts)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -100,14 +99,14 @@ class Loader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stops reading ahead; waits for no more than the batches being read. Iterators left half-way end here."""
+        """Stops reading ahead and ends iterators left half-way; waits only for batches being read."""
         for batches in list(self._running):
             batches.close()
 
     def _read_ahead(self) -> Generator[Batch, None, None]:
         starts = iter(self._starts)
         pending: deque[Future[Batch]] = deque()
-        bind = partial(os.sched_setaffinity, 0, self._cores) if self._cores else None  # of the thread alone
+        bind = partial(os.sched_setaffinity, 0, self._cores) if self._cores else None  # binds the calling thread only
         reader = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="data", initializer=bind)
         try:
             for start in starts:
@@ -115,7 +114,7 @@ class Loader:
                 if len(pending) > self._ahead:
                     yield pending.popleft().result()
             while pending:
-                yield pending.popleft().result()  # raises here what was raised there
+                yield pending.popleft().result()  # re-raises the reader's exception
         finally:
             reader.shutdown(wait=True, cancel_futures=True)
 

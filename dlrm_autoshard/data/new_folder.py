@@ -1,8 +1,8 @@
-"""A folder that appears complete or not at all.
+"""Creates a folder that appears complete or not at all.
 
     with new_folder(Path("data/criteo")) as partial:       # data/criteo.partial; renamed at the end
 
-Whatever stops the work, a kill included, `data/criteo` never holds half of it; the next attempt removes the remains.
+Whatever stops the work, `data/criteo` never holds half of it; the next attempt removes the partial folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlrm_autoshard.data.errors import DataError
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields a draft that takes the name `out` once it is whole; nothing is left of it where making it fails."""
+    """Yields a draft folder that is renamed to `out` at the end; removes it if the block fails."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"'{out}' exists and is not empty. Remove it, or name another folder.")
     partial = out.with_name(out.name + ".partial")

@@ -1,9 +1,9 @@
-"""From the config's `data:` and `tables:` sections to a source of samples.
+"""Opens the data source that the config's `data:` and `tables:` sections describe.
 
     source = open_source(config.data, config.tables)
     source.tables, source.num_dense, source.num_samples("train")
 
-Each source says which tables it has and how many rows; `tables:` gives dims, pooling and number format.
+A source determines its tables and their rows; `tables:` gives dims, pooling and dtype.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dlrm_autoshard.formats.words import count
 def open_source(
     data: DataConfig, tables: TablesConfig, *, labelled: bool = True, splits: Sequence[Split] = SPLITS
 ) -> DataSource:
-    """The source that `data.source` names. DataError says which file, table or key is wrong.
+    """Opens the source that `data.source` names. DataError names the bad file, table or key.
 
-    labelled: False where one asks for predictions alone: parquet files may come without labels then, and are not
-    shuffled. splits: what will be read: no parquet files of others need be there, no days to train on.
+    labelled: False for predictions: parquet files need no labels and are not shuffled. splits: those that will be read;
+    files and days of others may be missing.
     """
     source: DataSource = with_cuts(_opened(data, tables, labelled, splits), tables.sequences)
     if "train" in splits and labelled and source.num_samples("train") == 0:
@@ -40,7 +40,7 @@ def open_source(
 
 
 def settled(data: DataConfig, source: DataSource) -> DataConfig:
-    """The section with what it leaves open as the source's files have it: so runs record it, and go on by it."""
+    """Completes the section by what the files determine; runs record it so, and resume by it."""
     if not (isinstance(data, ParquetData) and isinstance(source, ParquetSource)):
         return data
     tables = [table.model_copy(update={"hash": source.hashed[table.column]}) for table in data.tables]
@@ -48,7 +48,7 @@ def settled(data: DataConfig, source: DataSource) -> DataConfig:
 
 
 def found(source: DataSource) -> str:
-    """How many samples each split has, and in how many files, where the source has some."""
+    """Returns a line on the number of samples, and of files if any, of each split."""
     files = getattr(source, "num_files", {})
     said = []
     for split in SPLITS:

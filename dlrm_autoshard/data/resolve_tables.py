@@ -1,4 +1,4 @@
-"""Tables as the trainer sees them: rows from the data source, everything else from the `tables:` section.
+"""Combines each table's rows, from the data source, with the settings of the `tables:` section.
 
 resolve_tables([TableRows("user", 943)], TablesConfig(embedding_dim=32))
 # (TableConfig("user", num_embeddings=943, embedding_dim=32, pooling="sum", dtype="fp32"),)
@@ -19,7 +19,7 @@ from dlrm_autoshard.tables import TableConfig
 
 @dataclass(frozen=True)
 class TableRows:
-    """A table as its source knows it, before the `tables:` section is applied."""
+    """A table as its source knows it, before `tables:` is applied."""
 
     name: str
     num_embeddings: int
@@ -27,7 +27,7 @@ class TableRows:
 
 
 def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[TableConfig, ...]:
-    """One a feature, under the feature's name: by its table's own settings, else by the source, else by `tables`."""
+    """Returns a table per feature, under its name. Settings: the table's own, else the source's, else `tables`."""
     names = [table.name for table in rows]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
@@ -50,7 +50,7 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
 
 
 def _resolved(given: TableRows, table: str, tables: TablesConfig) -> TableConfig:
-    """table: which the feature looks up."""
+    """table: the table that the feature looks up."""
     own = tables.settings_of(table)
     return TableConfig(
         name=given.name,

@@ -1,6 +1,6 @@
-"""The different ids of a batch's sequences, each once: which of them each id was, and sums over those that are one.
+"""Keeps each id of a batch's sequences once; expands vectors to all ids, and sums gradients of equal ids.
 
-sent, same = rows_once(batch, [2])           # of feature 2 each id once; its lengths only add up to how many there are
+sent, same = rows_once(batch, [2])           # feature 2's distinct ids; only the sum of its lengths is meaningful
 vectors_ND = same[0].expanded(rows_UD)
 gradient_UD = same[0].summed(gradient_ND)
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 
-# Axes: N ids, U different ones, D embedding dims.
+# Axes: N ids, U distinct ids, D embedding dim.
 
 
 @dataclass(frozen=True)
 class SameRows:
-    """One sequence's ids. row_N: the number of each one's row among the different ones, which are in ascending order.
-    order_N: the ids' places, those of one row side by side, in the batch's order. starts_U: where each row's begin."""
+    """One sequence feature's ids. row_N: each id's index among the distinct ones, which ascend. order_N: positions of
+    the ids, equal ids side by side, in the batch's order. starts_U: where each distinct id begins in order_N."""
 
     row_N: Tensor
     order_N: Tensor
@@ -29,12 +29,12 @@ class SameRows:
     weights_N: Tensor | None = None
 
     def expanded(self, rows_UD: Tensor) -> Tensor:
-        """[N, D] vectors of the ids, from those of the different ones."""
+        """Returns the ids' vectors [N, D] from those of the distinct ids."""
         vectors_ND = rows_UD.index_select(0, self.row_N)
         return vectors_ND if self.weights_N is None else vectors_ND.mul_(self.weights_N[:, None])
 
     def summed(self, gradient_ND: Tensor) -> Tensor:
-        """[U, D] gradients of the different ids: the ids' own, added up in the batch's order."""
+        """Returns gradients [U, D] of the distinct ids: those of equal ids summed in the batch's order."""
         weights_N = None if self.weights_N is None else self.weights_N[self.order_N]
         return torch.nn.functional.embedding_bag(
             self.order_N, gradient_ND.contiguous(), self.starts_U, mode="sum", per_sample_weights=weights_N
@@ -42,8 +42,8 @@ class SameRows:
 
 
 def rows_once(batch: Batch, features: Collection[int]) -> tuple[Batch, list[SameRows]]:
-    """Returns the batch with each id of these features once, without weights of theirs, and what became of their ids,
-    in the order of the features' numbers."""
+    """Returns the batch with each id of these features once, without its weights, and how to restore the ids, by
+    feature number."""
     counts = batch.lengths_TB.sum(1).tolist()
     values, lengths_TB, same = list(batch.values_N.split(counts)), batch.lengths_TB.clone(), list[SameRows]()
     weights = None if batch.weights_N is None else list(batch.weights_N.split(counts))
@@ -63,12 +63,12 @@ def rows_once(batch: Batch, features: Collection[int]) -> tuple[Batch, list[Same
 
 
 def _shared_out(ids: int, bags: int) -> Tensor:
-    """[bags] lengths, as equal as can be: none is long, whatever their number is packed in."""
+    """Returns lengths [bags] that differ by at most one, so that none is too long for packed ids."""
     return torch.full((bags,), ids // bags) + (torch.arange(bags) < ids % bags)
 
 
 def ids_and_different(batch: Batch, features: Collection[int]) -> tuple[int, int]:
-    """How many ids these features have, and how many of them differ within their feature."""
+    """Returns the number of ids of these features, and of distinct ids within each feature."""
     by_feature = batch.values_N.split(batch.lengths_TB.sum(1).tolist())
     ids = [by_feature[number] for number in features]
     return sum(map(len, ids)), sum(len(own.unique()) for own in ids)

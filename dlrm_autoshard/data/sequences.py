@@ -1,4 +1,4 @@
-"""Sequences cut to what `tables.sequences` asks for, once their ids have been checked.
+"""Cuts sequences to the lengths of `tables.sequences`, after their ids were checked.
 
 batch = Cuts(config.tables.sequences)(batch, source.tables)
 notes += said_of_cuts(source)            # "sequence 'clicks': 31 of the first 4,096 samples have more than 50 ids ..."
@@ -23,12 +23,12 @@ _COUNTED = 4096
 
 @dataclass(frozen=True)
 class Cuts:
-    """Cuts the lists of these features."""
+    """Cuts the sequences of these features."""
 
     of: Mapping[str, SequenceConfig]
 
     def __call__(self, batch: Batch, tables: Sequence[TableConfig]) -> Batch:
-        """tables: of the batch's features. A batch without longer sequences comes back as it is."""
+        """Returns the batch cut; unchanged if no sequence is too long. tables: the batch's features."""
         lengths_TB, kept = batch.lengths_TB.clone(), torch.ones(len(batch.values_N), dtype=torch.bool)
         for own, of_ids, table in zip(lengths_TB, kept.split(lengths_TB.sum(1).tolist()), tables, strict=True):
             asked = self.of.get(table.name)
@@ -48,7 +48,7 @@ class Cuts:
 
 
 def with_cuts(source: Any, sequences: Mapping[str, SequenceConfig]) -> Any:
-    """The source, of which whoever checks a batch will cut sequences, too. DataError names one that it has not."""
+    """Attaches the cuts to the source, for the batch check to apply. DataError names a sequence that is no feature."""
     check_sequences([table.name for table in source.tables], sequences)
     if sequences:
         source.cuts = Cuts(sequences)
@@ -56,7 +56,7 @@ def with_cuts(source: Any, sequences: Mapping[str, SequenceConfig]) -> Any:
 
 
 def said_of_cuts(source: DataSource) -> list[str]:
-    """Sentences for a job's start: how many sequences are cut, of the first samples."""
+    """Returns sentences for a job's start on how many of the first samples' sequences are cut."""
     cuts: Cuts | None = getattr(source, "cuts", None)
     if cuts is None:
         return []

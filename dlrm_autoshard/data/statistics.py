@@ -1,8 +1,8 @@
-"""Measures how data use tables, before training begins.
+"""Measures how the data uses tables, before training begins.
 
-measure_stats(source, global_batch=4096, batches=8)       # one TableStats a table
+measure_stats(source, global_batch=4096, batches=8)       # one TableStats per table
 
-Ids are counted as training will see them: checked, or repaired.
+Ids are counted as training will see them: checked or repaired.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from dlrm_autoshard.data.rows_once import ids_and_different, rows_once
 from dlrm_autoshard.tables import TableStats, measure_table_stats
 
 MOST_SAMPLES = 1 << 16
-"""Read in all: a second's work, and pooling factors to half a percent."""
+"""Most samples to read: a second of work, and pooling factors to half a percent."""
 
 
 @dataclass(frozen=True)
 class SentOnce:
-    """Which ids a rank sends once each, of a batch of so many samples: those of sequences, or of pooled tables."""
+    """Which ids of a rank's batch are sent once each: those of sequences, or of some pooled tables.
+
+    samples: samples of the rank's batch. tables: names of the pooled tables."""
 
     samples: int
     sequences: bool = False
@@ -48,11 +50,10 @@ def measure_stats(
     on_bad_id: OnBadId = "error",
     once: SentOnce | None = None,
 ) -> tuple[TableStats, ...]:
-    """Returns statistics of each table from the first batches of training data, each taken as one global batch.
+    """Returns each table's statistics over the first training batches, each taken as one global batch.
 
-    features: the source's, where several share a table. once: ids count as they reach the tables' owners, which is what
-    lookups and exchanges cost, and what is observed of them in training.
-    """
+    features: the source's, if some share a table. once: count ids as they reach the tables' owners; lookups and
+    exchanges cost that, and steps observe that."""
     features = features or Features.one_each(source.tables)
     total = source.num_samples("train")
     size = min(global_batch, total, MOST_SAMPLES)
@@ -77,7 +78,7 @@ def measure_stats(
 
 
 def share_of_different_ids(source: DataSource, samples: int, features: Features, *, on_bad_id: OnBadId) -> float:
-    """Returns how many of the ids of sequences differ, of 1, in the first samples of training data, a rank's batch."""
+    """Returns distinct ids / ids of sequences, within a rank's first training batch."""
     stretch = Stretch(source, "train", 0, 0, min(samples, source.num_samples("train"), MOST_SAMPLES))
     batch = stretch.checked(stretch.read(), IdCheck(source.tables, on_bad_id))
     ids, different = ids_and_different(batch, features.sequence_numbers)
@@ -85,7 +86,7 @@ def share_of_different_ids(source: DataSource, samples: int, features: Features,
 
 
 def _beside(parts: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths [F, B] and ids, feature by feature, of all parts' samples."""
+    """Returns lengths [F, B], and ids feature by feature, of all parts' samples."""
     by_feature = zip(*(part.values_N.split(part.lengths_TB.sum(1).tolist()) for part in parts), strict=True)
     values_N = torch.cat([ids for of_parts in by_feature for ids in of_parts])
     return np.concatenate([part.lengths_TB.numpy() for part in parts], 1), values_N.numpy()

@@ -1,4 +1,4 @@
-"""Labels, dense features and id weights are checked in every batch, before a loss can run away."""
+"""Checks labels, dense features and id weights of every batch, before the loss diverges."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from dlrm_autoshard.data.errors import DataError
 
 
 def check_labels(batch: Batch, describe_sample: Callable[[int], str], place: Callable[[int], str]) -> None:
-    """Labels are 0 or 1. DataError names the first sample whose label is another, the label, and where it is: file or
-    source."""
+    """Raises DataError for the first sample whose label is neither 0 nor 1; names the label and the file or source."""
     labels_B = batch.labels_B.numpy()
     bad_B = (labels_B != 0) & (labels_B != 1)  # NaN is neither
     if bad_B.any():
-        first = tuple(np.argwhere(bad_B)[0])  # sample, and task where there are several
+        first = tuple(np.argwhere(bad_B)[0])  # sample, and task if there are several
         sample = int(first[0])
         others = np.unique(labels_B[bad_B])
         more = f" (this batch has {', '.join(f'{label:g}' for label in others[:5])})" if len(others) > 1 else ""
         raise DataError(
             f"{describe_sample(sample)} has label {labels_B[first]:g}{more}: {place(sample)}. Labels must be "
-            "0 (no click) or 1 (click): map them so, or leave such samples out."
+            "0 (no click) or 1 (click): map them, or leave such samples out."
         )
 
 
 def check_finite(batch: Batch, describe_sample: Callable[[int], str], place: Callable[[int], str]) -> None:
-    """Dense features and id weights are finite. DataError names the first sample of which one is not."""
+    """Raises DataError for the first sample with a dense feature or id weight that is not finite."""
     dense_BF = np.isfinite(batch.dense_BF.numpy())
     if not dense_BF.all():
         sample, feature = map(int, np.argwhere(~dense_BF)[0])

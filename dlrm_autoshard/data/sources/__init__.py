@@ -1,1 +1,1 @@
-"""Where samples come from: published data sets, files of one's own, drawn ones; each read by position."""
+"""Data sources: published data sets, users' files and code, synthetic data; each is read by position."""

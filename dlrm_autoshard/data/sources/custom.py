@@ -1,9 +1,9 @@
-"""`source: custom`: samples from users' own code. `data.factory` names it; it is called with the `tables:` section and
-the options, and returns a `DataSource` (batch.py says what that is).
+"""`source: custom`: reads samples with users' code. `data.factory` is called with the `tables:` section and the options
+and returns a `DataSource` (see batch.py).
 
     data: {source: custom, factory: "clicks.py:Clicks", options: {path: clicks.npz}}
 
-A few samples are read at once: what is wrong with them is said before anything is allocated, later in the loader.
+A few samples are read at once, so that errors appear before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOOKED_AT = 2  # samples
 
 
 def open_custom(data: CustomData, tables: TablesConfig) -> DataSource:
-    """Makes a user's own source by its factory. DataError names what it lacks."""
+    """Makes the user's source by its factory. DataError names what it lacks."""
     factory = plug_in.load(data.factory, "data.factory")
     source = plug_in.call(factory, "data.options", tables, **data.options)
     missing = [name for name in ("tables", "num_dense", "num_samples", "read") if not hasattr(source, name)]
     if missing:
-        raise DataError(f"data.factory: what '{data.factory}' gives has no {' and no '.join(missing)}.")
+        raise DataError(f"data.factory: the object that '{data.factory}' returns has no {' and no '.join(missing)}.")
     if not hasattr(source, "reuse_batches"):
         source.reuse_batches = None
     _check(source, data.factory)
@@ -46,8 +46,8 @@ def _check(source: Any, factory: str) -> None:
         samples = source.num_samples(split)
         if not isinstance(samples, Integral) or samples < 0:
             raise DataError(
-                f"data.factory: num_samples('{split}') of '{factory}' is {samples!r}; it must be a whole number: "
-                "samples are read by their position, so a source has to know how many it has."
+                f"data.factory: num_samples('{split}') of '{factory}' is {samples!r}; it must be a whole number, "
+                "because samples are read by position."
             )
     count = min(_LOOKED_AT, source.num_samples("train"))
     if count == 0:

@@ -1,9 +1,9 @@
-"""Meta's published embedding traces (github.com/facebookresearch/dlrm_datasets), of 2021 and 2022 alike.
+"""Reads Meta's published embedding traces (github.com/facebookresearch/dlrm_datasets) of 2021 and 2022.
 
-    files: [fbgemm_t856_bs65536_0.pt.gz, ...]       each one batch: (indices, offsets, lengths), as torch.save wrote it
+    files: [fbgemm_t856_bs65536_0.pt.gz, ...]       each is one batch: (indices, offsets, lengths), by torch.save
     lengths [T, B], offsets [T * B + 1], indices [N]     table-major: all of table 0's bags, then table 1's
 
-A .pt is mapped. A .pt.gz is unpacked once to a .pt beside it (7 GB each for the large ones), which later runs map.
+A .pt is mapped. A .pt.gz is unpacked once to a .pt beside it (up to 7 GB), which later runs map.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALIBRATION_SAMPLES = 1024
 
 @dataclass(frozen=True)
 class _Trace:
-    """One file, mapped, and the tables chosen of it. Bag i = t * B + b has the ids [offsets[i], offsets[i + 1])."""
+    """A mapped file and the tables chosen from it. Bag i = t * B + b has ids [offsets[i], offsets[i + 1])."""
 
     indices_N: NDArray[np.integer]
     offsets: NDArray[np.integer]
@@ -41,12 +41,12 @@ class _Trace:
     tables: NDArray[np.int64]
 
     def edges(self, first: int, last: int, tables: slice) -> NDArray[np.int64]:
-        """Where the bags of samples [first, last) of these chosen tables start, and where the last one ends."""
+        """Returns where bags of samples [first, last) start in these chosen tables, and where the last one ends."""
         places = self.tables[tables, None] * self.num_samples + np.arange(first, last + 1)
         return self.offsets[places].astype(np.int64)
 
     def ids_of(self, table: int) -> NDArray[np.integer]:
-        """All ids of the table-th chosen table."""
+        """Returns all ids of the table-th chosen table."""
         first = int(self.tables[table]) * self.num_samples
         return self.indices_N[self.offsets[first] : self.offsets[first + self.num_samples]]
 
@@ -57,10 +57,11 @@ class _Trace:
 
 
 class DlrmDatasetsSource:
-    """The traces have neither rows nor labels nor dense features. Rows are `num_embeddings`, or the largest id of each
-    table plus one, rounded up to the next multiple of 64; labels come from the hidden model of synthetic data, dense
-    features are uniform. The last tenth of the samples, in the order of the files, is "test", the rest "train", "val"
-    is empty. batch_sizes: samples of each file.
+    """Samples of the traces, which have no rows, labels or dense features.
+
+    Rows are `num_embeddings`, or each table's largest id plus one, rounded up to a multiple of 64. Labels come from the
+    hidden model of synthetic data; dense features are uniform. The last tenth of the samples in the order of the files
+    is "test", the rest "train"; "val" is empty. batch_sizes: samples per file.
     """
 
     reuse_batches: int | None = None
@@ -74,9 +75,7 @@ class DlrmDatasetsSource:
         real = [os.path.realpath(_plain_name(Path(name))) for name in data.files]
         for number, name in enumerate(data.files):
             if real[number] in real[:number]:
-                raise DataError(
-                    f"data.files names '{name}' twice: what is tested on would be trained on. Name it once."
-                )
+                raise DataError(f"data.files names '{name}' twice: training samples would be tested on. Name it once.")
         self._traces = [_open_trace(Path(name), data.tables) for name in data.files]
         counts = [len(trace.tables) for trace in self._traces]
         if len(set(counts)) > 1:
@@ -120,7 +119,7 @@ class DlrmDatasetsSource:
         )
 
     def bags(self, first: int, last: int, tables: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
-        """lengths_TB and values_N of samples [first, last) of all files in a row, whatever split they are in."""
+        """Returns lengths_TB and values_N of samples [first, last) of all files in a row, across splits."""
         pieces = list(self._pieces(first, last))
         edges = [trace.edges(start, stop, tables) for trace, start, stop in pieces]
         spans = [
@@ -150,19 +149,19 @@ class DlrmDatasetsSource:
 
 def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
     if not path.is_file():
-        raise DataError(f"'{path}' does not exist, or is no file.")
+        raise DataError(f"'{path}' does not exist, or is not a file.")
     unpacked = _unpacked(path) if path.suffix == ".gz" else path
     try:
         content = torch.load(unpacked, mmap=True, weights_only=True)
-    except Exception:  # torch's reader fails in many ways on what is not its own
+    except Exception:  # torch's reader raises many types of errors on foreign files
         content = _load_old_format(path, unpacked)
     if not (isinstance(content, tuple | list) and len(content) == 3 and all(map(torch.is_tensor, content))):
         raise DataError(f"'{path}' should hold the tensors (indices, offsets, lengths), but holds something else.")
     for name, tensor in zip(("indices", "offsets", "lengths"), content, strict=True):
         if tensor.dtype not in (torch.int32, torch.int64) or tensor.layout != torch.strided or tensor.is_meta:
             raise DataError(
-                f"'{path}' holds {name} as {str(tensor.dtype).removeprefix('torch.')}; they must be int32 or int64, "
-                "and dense. Save them anew."
+                f"'{path}' holds {name} as {str(tensor.dtype).removeprefix('torch.')}; it must be int32 or int64, "
+                "and dense. Save it again."
             )
     indices, offsets, lengths = (tensor.numpy() for tensor in content)
     if lengths.ndim != 2 or offsets.shape != (lengths.size + 1,) or indices.ndim != 1:
@@ -192,22 +191,22 @@ def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
 
 
 def _load_old_format(path: Path, unpacked: Path) -> object:
-    """Files of torch before 1.6 have no zip around them and cannot be mapped: they are loaded."""
+    """Loads a file of torch before 1.6, which has no zip around it and cannot be mapped."""
     try:
         return torch.load(unpacked, weights_only=True)
     except Exception as error:
         size = unpacked.stat().st_size
         raise DataError(
-            f"'{path}' ({size} bytes unpacked) is no file of torch.save, or truncated. Fetch it again."
+            f"'{path}' ({size} bytes unpacked) is not a file of torch.save, or truncated. Fetch it again."
         ) from error
 
 
 def _unpacked(path: Path) -> Path:
-    """The .pt of a .pt.gz: complete or not there, as a kill leaves at most a .partial that is written anew."""
+    """Unpacks a .pt.gz and returns its .pt, which is complete or missing: a kill leaves at most a .partial."""
     target = _plain_name(path)
     if target.exists():
         return target
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # each rank its own: the last rename wins
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # each rank has its own; the last rename wins
     try:
         with gzip.open(path) as compressed, partial.open("wb") as unpacked:
             shutil.copyfileobj(compressed, unpacked, 1 << 22)
@@ -222,7 +221,7 @@ def _unpacked(path: Path) -> Path:
 
 
 def _plain_name(path: Path) -> Path:
-    """Where the file is unpacked: clicks.pt for clicks.pt.gz."""
+    """Returns the unpacked file's name: clicks.pt for clicks.pt.gz."""
     return path.with_suffix("") if path.suffix == ".gz" else path
 
 

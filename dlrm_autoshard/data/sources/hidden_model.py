@@ -1,7 +1,7 @@
-"""The model that labels synthetic samples, so that AUC means something: a logistic regression nobody is told.
+"""Labels synthetic samples by a hidden logistic regression, so that AUC means something.
 
 Every row of every table has an effect in [-1/2, 1/2); a sample's logit is the weighted sum of its rows' effects and of
-its dense features. A DLRM can learn it (the sum over a bag is what pooling computes), hot rows first.
+its dense features. A DLRM can learn it, hot rows first: pooling computes the sum over a bag.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlrm_autoshard.data.hashing import Keys, key_of, mix64, stream, uniform
 
 MEAN_LOGIT = -1.75
 LOGIT_SPREAD = 2.0
-"""Logits spread so widely give 0.85 to who knows the hidden model; the mean makes a quarter of the labels 1."""
+"""With this spread the hidden model itself has AUC 0.85; the mean makes a quarter of the labels 1."""
 
 _DENSE_SHARE = 0.4
 _LABEL_STREAM = key_of("label")
@@ -24,7 +24,7 @@ _LABEL_STREAM = key_of("label")
 
 @dataclass(frozen=True)
 class HiddenModel:
-    """Draws the labels of synthetic samples, so that there is something to learn."""
+    """A hidden logistic regression over dense features and rows."""
 
     weights_F: NDArray[np.float64]
     weights_T: NDArray[np.float64]
@@ -50,7 +50,7 @@ class HiddenModel:
         lengths_B: NDArray[np.int64],
         mean_pooling: float,
     ) -> None:
-        """Adds each bag's effect. Divided by the root of the mean length: long bags don't drown the other tables."""
+        """Adds each bag's effect, divided by the root of the mean length so that long bags do not dominate."""
         filled_B = np.flatnonzero(lengths_B)
         if len(filled_B) == 0:
             return
@@ -62,7 +62,7 @@ class HiddenModel:
         effects_B[filled_B] += weight * np.add.reduceat(effects_N, starts_B)
 
     def calibrated(self, effects_B: NDArray[np.float64]) -> HiddenModel:
-        """The same model with table effects of mean 0 and spread 1 over these samples."""
+        """Rescales table effects to mean 0 and spread 1 over these samples."""
         return replace(self, effects_mean=float(effects_B.mean()), effects_spread=float(effects_B.std()) or 1.0)
 
     def logits(self, dense_BF: NDArray[np.float32], effects_B: NDArray[np.float64]) -> NDArray[np.float64]:

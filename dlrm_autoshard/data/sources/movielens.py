@@ -1,4 +1,4 @@
-"""MovieLens-100K: will a user rate a movie 4 or 5? A hundred thousand real ratings, small enough for any machine.
+"""Reads MovieLens-100K: will a user rate a movie 4 or 5? 100,000 real ratings, small enough for any machine.
 
 <dir>/ml-100k.inter  user_id item_id rating timestamp            -> tables user, item; label rating >= 4; dense
 <dir>/ml-100k.user   user_id age gender occupation zip_code      -> tables age, gender, occupation, zip
@@ -33,7 +33,7 @@ _SECONDS_A_DAY, _SECONDS_A_WEEK = 86_400.0, 604_800.0
 
 @dataclass(frozen=True)
 class _Bags:
-    """One table's ids for every user, item or sample: entity e has the ids[: ends[e]]'s last, as many as its length."""
+    """One table's ids by user, item or sample: entity e has ids[ends[e] - lengths[e] : ends[e]]."""
 
     name: str
     of: Literal["user", "item", "sample"]
@@ -51,18 +51,20 @@ class _Bags:
 
     def read(self, entities_B: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         lengths_B = self.lengths_E[entities_B]
-        # The n-th id of the batch is the (n - first of its bag)-th id of its entity.
+        # The batch's n-th id is its entity's id number n - (first of its bag).
         shifts_B = self.ends_E[entities_B] - lengths_B.cumsum(dtype=np.int64)
         places_N = np.repeat(shifts_B, lengths_B) + np.arange(lengths_B.sum())
         return lengths_B, self.ids[places_N]
 
 
 class MovielensSource:
-    """Nine tables, of which title (its words) and genres are multi-hot; five dense features, all from the time of
-    rating. Split "random" tests on a fixed tenth of all ratings, drawn by seed; "time" on the newest tenth, which is
-    harder, as many of its users and movies are new. The other nine tenths are "train", in a fresh order each epoch;
-    "val" is empty, so that keep_best and early_stopping, which choose by it, are refused. `data.history` adds a tenth
-    feature: the items that the user rated before, of the item table's rows, oldest first.
+    """MovieLens with nine tables, of which title (its words) and genres are multi-hot, and five dense features of the
+    time.
+
+    Split "random" tests on a fixed tenth of all ratings, drawn by seed; "time" on the newest tenth, which is harder, as
+    many of its users and movies are new. The other nine tenths are "train", shuffled each epoch. "val" is empty, so
+    keep_best and early_stopping, which need it, are refused. `data.history` adds a tenth feature: the items that the
+    user rated before, oldest first, which look up the item table's rows.
     """
 
     num_dense = 5
@@ -127,7 +129,7 @@ class MovielensSource:
 def _history(
     users_S: NDArray[np.int64], rows_S: NDArray[np.int32], seconds_S: NDArray[np.float64], num_rows: int, most: int
 ) -> _Bags:
-    """Each sample's bag of the last items that its user rated before that second, oldest first."""
+    """Returns for each sample the last items that its user rated in earlier seconds, oldest first."""
     order_S = np.lexsort((seconds_S, users_S))
     users, seconds = users_S[order_S], seconds_S[order_S]
     new_user = np.concatenate([[True], users[1:] != users[:-1]])
@@ -151,7 +153,7 @@ def _split(data: MovielensData, seconds_S: NDArray[np.float64]) -> dict[Split, N
 
 
 def _time_features(seconds_S: NDArray[np.float64]) -> NDArray[np.float32]:
-    """When in the data set's months (-1 to 1), the time of day and of the week as points on a circle."""
+    """Returns the position in the data set's months (-1 to 1), and the time of day and week as points on circles."""
     first, span = seconds_S.min(), max(1.0, float(np.ptp(seconds_S)))
     day_S = 2 * np.pi * seconds_S / _SECONDS_A_DAY
     week_S = 2 * np.pi * seconds_S / _SECONDS_A_WEEK
@@ -160,7 +162,7 @@ def _time_features(seconds_S: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def _read_columns(directory: Path, kind: str) -> dict[str, list[str]]:
-    """Tab-separated, the first line names the columns as `name:type`."""
+    """Reads a tab-separated file whose first line names the columns as `name:type`."""
     path, names = directory / f"ml-100k.{kind}", _COLUMNS[kind]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -170,7 +172,7 @@ def _read_columns(directory: Path, kind: str) -> dict[str, list[str]]:
             "or set data.dir."
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"'{path}' is not text: byte {error.start} is no UTF-8. Is it another file?") from error
+        raise DataError(f"'{path}' is not text: byte {error.start} is not UTF-8. Is it another file?") from error
     header = [column.partition(":")[0] for column in lines[0].split("\t")] if lines else []
     if header != names:
         raise DataError(f"'{path}' line 1 should name the columns {', '.join(names)}, but is {lines[:1] or 'empty'}.")
@@ -179,14 +181,14 @@ def _read_columns(directory: Path, kind: str) -> dict[str, list[str]]:
         if len(row) != len(names):
             raise DataError(f"'{path}' line {number} has {len(row)} columns, not {len(names)}. Is the file truncated?")
     if not rows:
-        raise DataError(f"'{path}' has a header and no rows. Is it truncated?")
+        raise DataError(f"'{path}' has a header but no rows. Is it truncated?")
     return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def _places(
     path: Path, column: str, ratings: dict[str, list[str]], entities: dict[str, list[str]]
 ) -> NDArray[np.int64]:
-    """Each rating's user or item as its place in the .user or .item file."""
+    """Returns the position of each rating's user or item in the .user or .item file."""
     places = {name: place for place, name in enumerate(entities[column])}
     try:
         return np.array([places[name] for name in ratings[column]], np.int64)
@@ -203,7 +205,7 @@ def _numbers(path: Path, column: str, ratings: dict[str, list[str]], least: floa
         try:
             number = float(text)
         except ValueError as error:
-            raise DataError(f"'{path}' line {line} has the {column} '{text}', which is no number.") from error
+            raise DataError(f"'{path}' line {line} has the {column} '{text}', which is not a number.") from error
         if not least <= number <= most:
             raise DataError(f"'{path}' line {line} has the {column} {text}; it must be {least:g} to {most:g}.")
     return np.array(ratings[column], np.float64)

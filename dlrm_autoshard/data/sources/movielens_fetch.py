@@ -1,8 +1,8 @@
-"""Fetches MovieLens-100K from where it can be had by a package index alone: it rides in the wheel of recbole.
+"""Fetches MovieLens-100K by pip: the wheel of recbole contains it.
 
     fetch_movielens(Path("data/movielens-100k"))     # True if it was fetched, False if it was there already
 
-Its licence forbids us to pass the data on, so it is fetched, not shipped.
+Its licence does not allow us to redistribute it, so it is fetched.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FOLDER = "recbole/dataset_example/ml-100k"
 
 
 def fetch_movielens(directory: Path) -> bool:
-    """Puts the three files into `directory`, each complete or not at all. DataError says what stood in the way."""
+    """Puts the three files into `directory`, each complete or not at all. DataError says what went wrong."""
     if all((directory / name).is_file() for name in FILES):
         return False
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # On the same disk as the target, so that moving a file into place is one step that cannot stop half-way.
+        # On the same disk as the target, so that moving a file into place is atomic.
         with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
             _unpack(_download(Path(scratch)), Path(scratch))
             for name in FILES:
@@ -62,4 +62,4 @@ def _unpack(wheel: Path, scratch: Path) -> None:
             for name in FILES:
                 (scratch / name).write_bytes(archive.read(f"{_FOLDER}/{name}"))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DataError(f"The wheel of {WHEEL} is not what it should be ({error}). Try again.") from error
+        raise DataError(f"The wheel of {WHEEL} does not hold the files ({error}). Try again.") from error

@@ -1,9 +1,9 @@
-"""Parquet files, streamed by row groups: few of them are in memory at a time, however large the files are.
+"""Reads parquet files by row groups, of which few are in memory at a time, however large the files are.
 
     data: {source: parquet, train: ["day_*.parquet"], labels: {click: 1}, tables: [{column: user, num_embeddings: 9}]}
 
-Which row is where in an epoch follows from seed and epoch alone, so reading goes on in mid-epoch, on any number of
-ranks, with no state saved. Each rank decodes all row groups, for its samples may be anywhere.
+The order of an epoch depends on seed and epoch alone, so reading resumes in mid-epoch on any number of ranks without
+saved state. Each rank decodes all row groups, as its samples may be anywhere.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from dlrm_autoshard.data.sources.parquet_types import kind_of_ids
 
 
 class ParquetSource:
-    """A table for each column of `tables`: whole numbers or text, or lists of them. Text is hashed; a null is an empty
-    bag, among the dense features 0, and refused among labels and sample weights. `label_names` has a task each; one
-    label is [B], several are [B, L]. labelled: False reads neither labels nor sample weights, which the files need not
-    have then; labels come as NaN, and train's rows, too, in the order of the files. splits: whose files are opened; the
-    others have no samples. hashed: `hash` of each column of `tables`, where it was not said as the files have it."""
+    """Samples of parquet files, with a table per column of `tables`: whole numbers or text, or lists of them.
+
+    Text is hashed. A null is an empty bag, 0 as a dense feature, and an error as a label or sample weight.
+    `label_names` has a name per task; one label is [B], several are [B, L]. labelled: False reads neither labels nor
+    sample weights, which the files may lack; labels are NaN, and train's rows keep the files' order. splits: whose
+    files are opened; others have no samples. hashed: `hash` of each column of `tables`, completed by the files'
+    types."""
 
     reuse_batches: int | None = None
 
@@ -47,7 +49,7 @@ class ParquetSource:
         self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
         averaged = next((table.name for table in self.tables if table.pooling == "mean"), None)
         if averaged is not None and self.id_weights:
-            raise DataError(f"data.tables: ids with weights are summed; the pooling of '{averaged}' is mean.")
+            raise DataError(f"data.tables: ids with weights are summed, but the pooling of '{averaged}' is mean.")
         self._labelled = labelled
         if not labelled:
             data = data.model_copy(update={"labels": {}, "sample_weight": None, "shuffle": False})
@@ -61,12 +63,12 @@ class ParquetSource:
         self._data = _settled(data, self._groups)
         self.hashed = {table.column: table.hash for table in self._data.tables}
         self.remarks = [
-            f"column '{column}' is in data.dense and in data.tables: the model sees its ids as amounts, too."
+            f"column '{column}' is in data.dense and in data.tables: the model also sees its ids as amounts."
             for column in data.dense
             if column in self.hashed
         ]
         self.num_files = {split: len(of_split) for split, of_split in paths.items()}
-        self._decoded = lru_cache(maxsize=2)(self._decode)  # a batch may lie in two windows
+        self._decoded = lru_cache(maxsize=2)(self._decode)  # a batch may span two windows
         self._order = lru_cache(maxsize=2)(permutation)
 
     def num_samples(self, split: Split) -> int:
@@ -100,7 +102,7 @@ class ParquetSource:
         )
 
     def place(self, split: Split, epoch: int, sample: int) -> str:
-        """Where it is, for messages."""
+        """Returns where the sample is, for messages."""
         for start, groups, order_R in self._windows(split, epoch, sample, sample + 1):
             row = int(order_R[sample - start])
             for group in groups:
@@ -112,7 +114,8 @@ class ParquetSource:
     def _windows(
         self, split: Split, epoch: int, first: int, last: int
     ) -> Iterator[tuple[int, tuple[RowGroup, ...], NDArray[np.int64]]]:
-        """Those that [first, last) of the epoch lie in: the first sample, row groups, and the order of their rows."""
+        """Yields the windows that overlap [first, last): their first sample, row groups, and the order of their
+        rows."""
         groups, size, start = self._groups[split], 1, 0
         shuffled = self._data.shuffle and split == "train"
         if shuffled:
@@ -131,8 +134,8 @@ class ParquetSource:
 
 
 def _settled(data: ParquetData, groups: Mapping[Split, Sequence[RowGroup]]) -> ParquetData:
-    """The section with `hash` of each table said, as the first file has it that has ids there. DataError names a file
-    of text where whole numbers are rows: "7" would be another row than 7."""
+    """Completes `hash` of each table by the type in the first file with ids. DataError names a text file of a column
+    whose whole numbers are rows: "7" would be another row than 7."""
     tables = []
     for table in data.tables:
         of_files = {group.path: group.type_of(table.column) for split in SPLITS for group in groups[split]}
@@ -141,10 +144,10 @@ def _settled(data: ParquetData, groups: Mapping[Split, Sequence[RowGroup]]) -> P
             found = kind_of_ids(kind)
             if found == "text" and said is False:
                 raise DataError(
-                    f"'{path}': column '{table.column}' holds {kind}, and its ids are rows as they are{first}. Store "
-                    "whole numbers there, too, or train with its hash: true in data.tables, by which 7 and '7' are one."
+                    f"'{path}': column '{table.column}' holds {kind}, but its ids are used as rows{first}. Store whole "
+                    "numbers there, too, or train with hash: true in data.tables, by which 7 and '7' are the same."
                 )
             if said is None and found != "nothing":
-                said, first = found == "text", f", for '{path}' holds {kind}"
+                said, first = found == "text", f", as '{path}' holds {kind}"
         tables.append(table.model_copy(update={"hash": said}))
     return data.model_copy(update={"tables": tables})

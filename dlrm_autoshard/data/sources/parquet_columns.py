@@ -1,7 +1,7 @@
-"""A parquet file's columns as arrays: labels, dense features, and a bag of ids a row and table.
+"""Reads a parquet file's columns as arrays: labels, dense features, and a bag of ids per row and table.
 
 rows = read_row_group(open_file("day_0.parquet", config.data)[3], config.data)
-rows.take(np.array([5, 17]))              # DataError names file, row group and column where something is wrong
+rows.take(np.array([5, 17]))              # DataError names file, row group and column
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """types: of the file's columns that are read, by name, as they were when it was opened."""
+    """A row group of a file. types: of the columns to read, by name, as they were when the file was opened."""
 
     path: str
     number: int
@@ -66,7 +66,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some row groups, decoded. labels, loss_weights: [R, L]."""
+    """Decoded row groups. labels, loss_weights: [R, L]."""
 
     dense: NDArray[np.float32]
     labels: NDArray[np.float32]
@@ -106,7 +106,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def open_file(path: str, data: ParquetData) -> tuple[RowGroup, ...]:
-    """Its row groups that have rows. DataError where a column is missing, or of a type that it cannot have."""
+    """Returns the file's non-empty row groups. DataError if a column is missing or has an unusable type."""
     import pyarrow.parquet as pq
 
     with naming(path):
@@ -134,23 +134,23 @@ def _check_columns(path: str, schema: pa.Schema, data: ParquetData) -> None:
     for name, fits, words in wanted:
         times = schema.names.count(name)
         if times > 1:
-            raise DataError(f"'{path}' has {times} columns named '{name}'. Write it anew with each name once.")
+            raise DataError(f"'{path}' has {times} columns named '{name}'. Write it again with each name once.")
         if not fits(kind := schema.field(name).type):
             raise DataError(
-                f"'{path}': column '{name}' holds {kind}; it must hold {words}. Write it anew with the column cast to "
+                f"'{path}': column '{name}' holds {kind}; it must hold {words}. Write it again with the column cast to "
                 "one of these."
             )
 
 
 def _columns(data: ParquetData) -> list[str]:
-    """Those to read, by name."""
+    """Returns the names of the columns to read."""
     weights = [table.weights for table in data.tables if table.weights is not None]
     weights += [data.sample_weight] if data.sample_weight is not None else []
     return sorted({*data.labels, *data.dense, *(table.column for table in data.tables), *weights})
 
 
 def _check_unchanged(group: RowGroup, file: pq.ParquetFile) -> None:
-    """DataError where the file is no longer what it was when it was opened."""
+    """Raises DataError if the file has changed since it was opened."""
     schema = file.schema_arrow
     for name, before in group.types:
         now = schema.field(name).type if schema.names.count(name) == 1 else None
@@ -169,7 +169,7 @@ def _check_unchanged(group: RowGroup, file: pq.ParquetFile) -> None:
 
 
 def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
-    """Reads the columns that the config names from one row group."""
+    """Reads the config's columns from one row group."""
     import pyarrow.parquet as pq
 
     where = f"{group.path}, row group {group.number}"
@@ -201,24 +201,24 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
 
 
 def _stacked(columns: Sequence[NDArray[np.float32]], rows: int) -> NDArray[np.float32]:
-    """[R, columns], of which there may be none."""
+    """Returns [R, columns], also for no columns."""
     return np.stack(columns, 1) if columns else np.zeros((rows, 0), np.float32)
 
 
 def _without_nulls(where: str, column: str, array: pa.Array) -> NDArray[np.float32]:
-    """A missing label is not "no click", nor a missing weight 0: who knows what they are must say so."""
+    """Converts a column; DataError for nulls: a missing label is not "no click", nor a missing weight 0."""
     if array.null_count:
         row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
         raise DataError(
             f"'{where}', row {row}: '{column}' is null, as in {array.null_count} of {len(array)} rows. Leave such rows "
-            "out, or fill in what they should have."
+            "out, or fill in values."
         )
     return numbers(array)
 
 
 @contextmanager
 def _naming_value(where: str, column: str, array: pa.Array) -> Iterator[None]:
-    """A BadValue of the column becomes a DataError that names its row."""
+    """Turns a column's BadValue into a DataError that names its row."""
     try:
         yield
     except BadValue as bad:

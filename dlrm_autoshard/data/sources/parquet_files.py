@@ -1,4 +1,4 @@
-"""Which files `data.train`, `val` and `test` of parquet data mean: paths, folders, `~`, `file://`, patterns with `**`.
+"""Finds the parquet files of `data.train`, `val` and `test`: paths, folders, `~`, `file://`, patterns with `**`.
 
 parquet_files(["~/clicks/**/*.parquet"], "data.train")      # ['/home/me/clicks/a.parquet', ...], by name
 """
@@ -19,9 +19,9 @@ _SUFFIXES = (".parquet", ".parq", ".pq")
 
 
 def parquet_files(names: Sequence[str], key: str) -> list[str]:
-    """The files in the order of the names; by name where one stands for several. DataError where one stands for none.
+    """Returns the files in the order of the names, sorted within a folder or pattern. DataError if a name matches none.
 
-    key: of the config, for the error."""
+    key: the config's key, for messages."""
     return [path for name in names for path in _files(name, key)]
 
 
@@ -34,10 +34,10 @@ def _files(name: str, key: str) -> list[str]:
                 f"pattern, such as {path.rstrip('/')}/*."
             )
         return inside
-    if os.path.exists(path):  # whatever its name holds: `clicks[1].parquet` is no pattern where there is such a file
+    if os.path.exists(path):  # before patterns: there may be a file `clicks[1].parquet`
         return [path]
     found = glob.glob(path, recursive=True)
-    # A folder that matches means its files, which `**` matches as well.
+    # A matching folder stands for its files, which `**` matches as well.
     files = {file for match in found for file in (_in_folder(match) if os.path.isdir(match) else [match])}
     if not files:
         raise DataError(f"{key}: there is no file '{name}'.")
@@ -45,9 +45,9 @@ def _files(name: str, key: str) -> list[str]:
 
 
 def _local(name: str, key: str) -> str:
-    """The path in this machine's file system that a path with `~` or a `file://` URL means."""
+    """Returns the local path of a path with `~` or a `file://` URL."""
     if "\0" in name:
-        raise DataError(f"{key}: {name!r} is no file's name.")
+        raise DataError(f"{key}: {name!r} is not a file name.")
     try:
         return local_path(name)
     except UserError as error:
@@ -55,8 +55,9 @@ def _local(name: str, key: str) -> str:
 
 
 def _in_folder(folder: str) -> list[str]:
-    """Its parquet files at any depth, but for what begins with `.` or `_`: what Spark has not finished, say."""
-    found = sorted(glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True))  # it follows links
+    """Returns its parquet files at any depth, except names with `.` or `_` in front, such as Spark's unfinished
+    ones."""
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True))  # follows links
     return [path for path in found if path.lower().endswith(_SUFFIXES) and os.path.isfile(path) and _own(path, folder)]
 
 
@@ -65,16 +66,16 @@ def _own(path: str, folder: str) -> bool:
 
 
 def check_trained_on_once(paths: Mapping[Split, Sequence[str]]) -> None:
-    """DataError where a file is among those to train on twice, or among others, too."""
+    """Raises DataError if a split names a file twice, or training shares a file with another split."""
     seen: dict[Split, set[str]] = {split: set() for split in paths}
     for split in paths:
         for path in paths[split]:
             real = os.path.realpath(path)
             if split != "train" and real in seen["train"]:
                 raise DataError(
-                    f"data.train and data.{split} both name '{path}': metrics would be of samples that were trained "
-                    "on. Take it out of one."
+                    f"data.train and data.{split} both name '{path}': metrics would cover samples that were trained "
+                    "on. Remove it from one."
                 )
             if real in seen[split]:
-                raise DataError(f"data.{split} names '{path}' twice. Take it out of one pattern.")
+                raise DataError(f"data.{split} names '{path}' twice. Remove it from one pattern.")
             seen[split].add(real)

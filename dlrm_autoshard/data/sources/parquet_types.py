@@ -1,4 +1,4 @@
-"""Which types of parquet columns can be ids and numbers, and what their values are: the same value whatever its type.
+"""Knows which parquet types can be ids and numbers, and reads them: equal values are equal, whatever their type.
 
 kind_of_ids(pa.list_(pa.int32()))                 # "numbers"; "text" for strings, "nothing" for a file of nulls
 lengths_of(array), values_of(array)               # ids of each row, and all of them one after another
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["numbers", "text", "nothing"]
 
-_NUMERAL = r"^(0|-?[1-9][0-9]{0,19})$"  # as whole numbers are written: "007" and "7.0" are other text than "7"
+_NUMERAL = r"^(0|-?[1-9][0-9]{0,19})$"  # the normal form of whole numbers: "007" and "7.0" differ from "7"
 _WIDEST_DECIMAL = 38
 
 
@@ -29,7 +29,7 @@ _WIDEST_DECIMAL = 38
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
-    """Whether it is of one of these types; older versions of pyarrow have fewer of them."""
+    """Returns whether it is one of these types; older versions of pyarrow lack some."""
     import pyarrow.types as kinds
 
     return any(getattr(kinds, f"is_{name}")(kind) for name in names if hasattr(kinds, f"is_{name}"))
@@ -40,18 +40,18 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether its values can be labels, dense features and weights."""
+    """Returns whether the type's values can be labels, dense features or weights."""
     kind = kind.value_type if _is(kind, "dictionary") else kind
     return _is(kind, "integer", "floating", "boolean", "decimal", "null")
 
 
 def is_number_or_list(kind: pa.DataType) -> bool:
-    """Whether values are numbers, or lists of them."""
+    """Returns whether values are numbers, or lists of numbers."""
     return is_number(kind.value_type if _is_list(kind) else kind)
 
 
 def kind_of_ids(kind: pa.DataType) -> Kind | None:
-    """Returns the kind of a column's ids, also in lists; None where they cannot be ids."""
+    """Returns the kind of a column's ids, also in lists; None if the type cannot be ids."""
     kind = kind.value_type if _is_list(kind) else kind
     kind = kind.value_type if _is(kind, "dictionary") else kind
     if _is(kind, "null"):
@@ -66,7 +66,7 @@ def kind_of_ids(kind: pa.DataType) -> Kind | None:
 
 
 def numbers(array: pa.Array) -> NDArray[np.float32]:
-    """Its numbers, null as 0."""
+    """Returns the column as float32, null as 0."""
     import pyarrow as pa
 
     floats = _plain(array).cast(pa.float32(), safe=False).fill_null(0)
@@ -75,7 +75,7 @@ def numbers(array: pa.Array) -> NDArray[np.float32]:
 
 
 def nan_as_null(array: pa.Array) -> pa.Array:
-    """The array with a null for each NaN: so pandas writes whole numbers of which some are missing."""
+    """Replaces NaN by null, because pandas writes whole numbers with gaps as floats with NaN."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -86,7 +86,7 @@ def nan_as_null(array: pa.Array) -> pa.Array:
 
 
 def lengths_of(array: pa.Array) -> NDArray[np.int32]:
-    """How many values each row has: a list's; one where there is no list; none for a null."""
+    """Returns the number of values of each row: a list's length; 1 without lists; 0 for a null."""
     import pyarrow.compute as pc
 
     lengths = pc.list_value_length(array).fill_null(0) if _is_list(array.type) else array.is_valid()
@@ -95,7 +95,7 @@ def lengths_of(array: pa.Array) -> NDArray[np.int32]:
 
 
 def values_of(array: pa.Array) -> pa.Array:
-    """The values of all rows, one after another. BadValue for a null in a list."""
+    """Returns the values of all rows, one after another. BadValue for a null inside a list."""
     if not _is_list(array.type):
         return _plain(array).drop_null()
     values = _plain(array.flatten())
@@ -106,7 +106,7 @@ def values_of(array: pa.Array) -> pa.Array:
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """The same values in a type that all of pyarrow's functions take: no dictionary, no view, no narrow decimal."""
+    """Converts dictionaries, views and narrow decimals to types that all of pyarrow's functions take."""
     import pyarrow as pa
 
     if _is(array.type, "dictionary"):
@@ -119,8 +119,8 @@ def _plain(array: pa.Array) -> pa.Array:
 
 
 def whole_numbers(ids: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
-    """The ids, none of which is null; uint64 only where one does not fit int64. BadValue for those that are no whole
-    numbers of 64 bits, and for floats that are too large for all whole numbers to be floats of that width."""
+    """Returns ids without nulls as int64, or uint64 if one needs it. BadValue for ids that are not whole numbers of 64
+    bits, and for floats so large that neighbouring whole numbers coincide."""
     import pyarrow as pa
 
     if _is(ids.type, "null"):
@@ -131,7 +131,7 @@ def whole_numbers(ids: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
         floats = ids.to_numpy(zero_copy_only=False)
         most = 2.0 ** (np.finfo(floats.dtype).nmant + 1)
         with np.errstate(invalid="ignore"):
-            wrong = ~(np.abs(floats) < most)  # NaN, too
+            wrong = ~(np.abs(floats) < most)  # includes NaN
             odd = wrong | (np.trunc(floats) != floats)
         if odd.any():
             place = int(odd.argmax())
@@ -164,13 +164,14 @@ def _from_decimals(ids: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
 
 
 def hashed(ids: pa.Array, rows: int) -> NDArray[np.int64]:
-    """A row for each id: the same for the same value, whatever its type and the file's."""
+    """Returns a row for each id: the same for equal values, whatever their type or file."""
     keys_N = _keys_of_text(ids) if kind_of_ids(ids.type) == "text" else mix64(whole_numbers(ids).astype(np.uint64))
     return (keys_N % np.uint64(rows)).astype(np.int64)
 
 
 def _keys_of_text(text: pa.Array) -> NDArray[np.uint64]:
-    """64 bits of each: of its bytes, but those of the number that it is where it is a whole one as they are written."""
+    """Returns 64-bit hashes of the texts: of the number if the text is a whole number in normal form, else of the
+    bytes."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

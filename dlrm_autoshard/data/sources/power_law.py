@@ -1,7 +1,7 @@
-"""Row numbers with a bounded power law: the i-th hottest of n rows is drawn with a probability ~ i^-alpha.
+"""Draws rows by a bounded power law: the i-th hottest of n rows has probability ~ i^-alpha.
 
 hot = PowerLaw.scattered(num_rows=1_000_000, alpha=1.05, key=key_of("hot rows"))
-hot.rows(np.array([0.0, 0.5, 0.999]))     # from uniform draws to rows
+hot.rows(np.array([0.0, 0.5, 0.999]))     # maps uniform draws to rows
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dlrm_autoshard.data.hashing import mix64
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """Heat i (0 is the hottest) lies in row (i * multiplier + offset) mod num_rows, a bijection as the two are coprime.
+    """The i-th hottest id (from 0) is row (i * multiplier + offset) mod num_rows: a bijection, as the two are coprime.
 
-    Row numbers are computed in float64 (vectorised where 64-bit integer division is not): the multiplier is kept so
-    small that i * multiplier + offset is exact.
+    Rows are computed in float64, which is vectorized where 64-bit integer division is not; the multiplier is small
+    enough for i * multiplier + offset to be exact.
 
-    The i-th probability is taken as the area under x^-alpha from i - 1/2 to i + 1/2, which has a closed-form inverse:
-    no table of n probabilities, whatever n. The midpoint rule is off by 10% at i = 1, so the area starts where the
-    first is exactly 1; what is left is 2.3% too much at i = 2 and 1% at i = 3 (alpha 1.05).
+    The i-th probability is the area under x^-alpha from i - 1/2 to i + 1/2, whose inverse has a closed form, so no
+    table of n probabilities is needed. That is off by 10% at i = 1, so the area starts where the first is exact; it
+    remains 2.3% too large at i = 2 and 1% at i = 3 (alpha 1.05).
     """
 
     num_rows: int
@@ -41,8 +41,8 @@ class PowerLaw:
         return PowerLaw(num_rows, alpha, multiplier, int(second * num_rows))
 
     def rows(self, draws_N: NDArray[np.float64]) -> NDArray[np.float64]:
-        """One row for each uniform draw in [0, 1), as whole float64 numbers; overwrites `draws_N`."""
-        # x^-alpha integrates to x^power / power; 1/x has no such integral, so step a little beside it.
+        """Returns a row for each uniform draw in [0, 1), as whole float64 numbers; overwrites `draws_N`."""
+        # x^-alpha integrates to x^power / power, except for alpha = 1, which is moved a little.
         power = 1.0 - (self.alpha if abs(self.alpha - 1.0) > 1e-4 else 1.0001)
         first = 1.5**power - power  # the area from here to 1.5 is 1
         last = (self.num_rows + 0.5) ** power
@@ -52,7 +52,7 @@ class PowerLaw:
         np.power(heat_N, 1.0 / power, out=heat_N)
         heat_N -= 0.5
         np.floor(heat_N, out=heat_N)
-        np.clip(heat_N, 0, self.num_rows - 1, out=heat_N)  # rounding at the two ends
+        np.clip(heat_N, 0, self.num_rows - 1, out=heat_N)  # rounding errors at both ends
         heat_N *= self.multiplier
         heat_N += self.offset
         wraps_N = heat_N / self.num_rows

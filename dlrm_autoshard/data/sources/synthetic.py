@@ -1,9 +1,9 @@
-"""Synthetic click logs of any size: skewed ids, multi-hot bags, labels that can be learnt, and drift by schedule.
+"""Synthetic click logs of any size: skewed ids, multi-hot bags, learnable labels, scheduled drift.
 
-    source.read("train", epoch=0, first=4096, last=5120)    # no need to have read the 4096 before
+    source.read("train", epoch=0, first=4096, last=5120)    # needs no reading of the 4096 before
 
 Every draw is a hash of (seed, split, epoch, sample, table, place in the bag), so any slice can be read at any time.
-Epochs of "train" are fresh samples; "val" and "test" are the same draws in each epoch, until a drift moves them.
+Epochs of "train" have fresh samples; "val" and "test" repeat the same draws until a drift changes them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LOW_HALF, _HALF_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @dataclass(frozen=True)
 class _Phase:
-    """The time between two drifts: each table's mean pooling, whether its bags' lengths are geometric, where its hot
-    rows are, and a fitting hidden model."""
+    """The state between two drifts: each table's mean pooling, whether bag lengths are geometric, where its hot rows
+    are, and a hidden model calibrated to these."""
 
     pooling_T: NDArray[np.float64]
     geometric_T: NDArray[np.bool_]
@@ -36,9 +36,10 @@ class _Phase:
 
 
 class SyntheticSource:
-    """Bag lengths are uniform integers on [ceil(P/2), P + floor(P/2)] for mean pooling P. Where P is no integer, each
-    bag takes the integer below or above it by chance, so that the mean still is P (0.7 is a bag of one id in 7 of 10
-    samples). Geometric ones are 0, 1, 2, ... with the mean P, each P / (P + 1) as likely as the one before it.
+    """Draws samples. Bag lengths are uniform integers on [ceil(P/2), P + floor(P/2)] for mean pooling P.
+
+    A fractional P is rounded up or down by chance in each bag, so that the mean stays P (0.7 is one id in 7 of 10
+    samples). Geometric lengths are 0, 1, 2, ... with mean P, each P / (P + 1) times as likely as the one before.
     """
 
     parallel_reads = True
@@ -65,7 +66,7 @@ class SyntheticSource:
         phase = self._phases[number]
         if self.reuse_batches is None:
             return self._draw(split, epoch, first, last, phase)
-        # The loader goes over the same few positions in turn; their batches are drawn once and kept.
+        # The loader repeats a few positions; their batches are drawn once and kept.
         place = (split, number, first, last)
         if place not in self._kept:
             self._kept[place] = self._draw(split, 0, first, last, phase)
@@ -105,7 +106,7 @@ class SyntheticSource:
         return tuple(phases)
 
     def _calibrated(self, phase: _Phase) -> _Phase:
-        """Pooling and hot rows decide how far the hidden effects spread; scaled, labels stay as learnable."""
+        """Rescales the hidden model to the phase: pooling and hot rows determine how far effects spread."""
         num_samples = int(np.clip(2e6 / max(1.0, phase.pooling_T.sum()), 256, 4096))
         sample_keys_B = stream(key_of(self._data.seed, "calibration"), 0, num_samples)
         *_, effects_B = _draw_features(sample_keys_B, self._table_keys_T, 0, phase, np.dtype(np.int64))
@@ -115,7 +116,7 @@ class SyntheticSource:
 def _draw_features(
     sample_keys_B: Keys, table_keys_T: Keys, num_dense: int, phase: _Phase, dtype: np.dtype[np.signedinteger]
 ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.signedinteger], NDArray[np.float64]]:
-    """dense_BF, lengths_TB, values_N and each sample's sum of hidden row effects."""
+    """Returns dense_BF, lengths_TB, values_N and each sample's sum of hidden row effects."""
     steps_F = np.arange(1, num_dense + 1, dtype=np.uint64) * GOLDEN
     dense_BF = uniform(mix64(sample_keys_B[:, None] + steps_F)).astype(np.float32)
 
@@ -133,7 +134,7 @@ def _draw_features(
     ends_T = lengths_TB.sum(axis=1).cumsum()
     values_N = np.empty(ends_T[-1] if len(ends_T) else 0, dtype)
     effects_B = np.zeros(len(sample_keys_B))
-    # A table at a time, not all at once: one table's ids stay in the cache through the dozen passes over them.
+    # One table at a time: its ids stay in the cache through the dozen passes over them.
     for table, law in enumerate(phase.laws):
         first, last = ends_T[table - 1] if table else 0, ends_T[table]
         rows = law.rows(uniform(_id_keys(bag_keys_TB[table], lengths_TB[table])))
@@ -143,12 +144,12 @@ def _draw_features(
 
 
 def _random_integers(mean_T1: NDArray[np.float64], keys_TB: Keys) -> NDArray[np.int64]:
-    """The integer below or above each mean, by chance, so that the average is the mean."""
+    """Rounds each mean up or down by chance, so that the average is the mean."""
     return np.floor(mean_T1 + (keys_TB >> _HALF_BITS) * 2.0**-32).astype(np.int64)
 
 
 def _id_keys(bag_keys_B: Keys, lengths_B: NDArray[np.int64]) -> Keys:
-    """One key an id: the stream of its bag at 1, 2, ... length."""
+    """Returns a key per id: its bag's stream at 1, 2, ... length."""
     ends_B = lengths_B.cumsum()
     starts_B = (ends_B - lengths_B).astype(np.uint64)
     keys_N = np.repeat(bag_keys_B - starts_B * GOLDEN, lengths_B)

@@ -1,1 +1,1 @@
-"""Criteo's click logs: text to npy files, and npy files to samples. Needs nothing of the other sources."""
+"""Criteo's click logs: converts text to npy files and reads these. Independent of the other sources."""

@@ -1,8 +1,8 @@
-"""Numbers from text, many fields at once: a field's last eight characters are one 64-bit word.
+"""Parses many numbers of a text at once: the last eight characters of a field are one 64-bit word.
 
-The digits of a word are summed within it: neighbours first, then pairs, then fours, three steps for a whole array of
-fields: 0 0 0 0 1 2 3 4  ->  00 00 12 34  ->  0000 1234  ->  1234. A field shorter than eight characters is filled up
-with zeros; those that are longer, or hold anything but digits, are returned as odd, for the caller to judge.
+Digits are summed within the word, neighbours first, then pairs, then fours, in three steps for a whole array of fields:
+0 0 0 0 1 2 3 4  ->  00 00 12 34  ->  0000 1234  ->  1234. Shorter fields are padded with zeros; fields that are longer
+or hold anything but digits are returned as odd, for the caller to parse.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 EDGE = 8
-"""The text must begin with so many bytes that belong to no field: the eight before a first field's end are read."""
+"""Bytes that must precede the first field, because the eight bytes before its end are read."""
 
 _MINUS = ord("-")
 
@@ -29,12 +29,12 @@ _4, _6, _8, _16, _32 = (np.uint64(number) for number in (4, 6, 8, 16, 32))
 def read_decimal(
     text: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Integers with or without a minus, empty fields as 0; and the flat places of fields that are something else."""
+    """Returns integers with or without a minus, empty fields as 0; and the flat indices of odd fields."""
     negative = (text[starts] == _MINUS) & (ends > starts)
     lengths = ends - starts - negative
     words = _words(text, ends, lengths)
     digits = words & _LOW
-    # A digit is 0x30 to 0x39: the high half is 3, and adding 6 to the low half does not reach the bit above.
+    # A digit is 0x30 to 0x39: its high half is 3, and adding 6 to its low half does not reach bit 4.
     odd = (words ^ digits ^ _ZEROS) | ((digits + _each_byte(6)) & _BIT_4)
     digits = (digits * np.uint64(10) + (digits >> _8)) & _BYTES_2
     digits = (digits * np.uint64(100) + (digits >> _16)) & _BYTES_4
@@ -47,11 +47,12 @@ def read_decimal(
 def read_hexadecimal(
     text: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Up to eight hexadecimal digits in either case, empty fields as 0; and the flat places of odd fields."""
+    """Returns numbers of up to eight hexadecimal digits in either case, empty fields as 0; and flat indices of odd
+    ones."""
     lengths = ends - starts
     words = _words(text, ends, lengths)
     low, letter = words & _LOW, (words >> _6) & _LETTER
-    # "0" to "9" is 0x30 to 0x39, "a" to "f" is 0x61 to 0x66: what the low half and the letter bit say must be all.
+    # "0" to "9" is 0x30 to 0x39, "a" to "f" is 0x61 to 0x66: low half and letter bit must determine the byte.
     odd = (words | _LOWER_CASE) ^ (_ZEROS + low + letter * np.uint64(0x30))
     odd |= (low + letter * np.uint64(3) + _each_byte(6)) & _BIT_4  # beyond 9 or f
     odd |= letter & ~((low + _LOW) >> _4)  # letters begin at low half 1
@@ -63,10 +64,10 @@ def read_hexadecimal(
 
 
 def _words(text: NDArray[np.uint8], ends: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Each field's last eight characters as a little-endian word, with "0" before the field's first."""
-    anywhere = np.ndarray((len(text) - 7,), "<u8", buffer=text, strides=(1,))  # overlapping words, one a byte
+    """Returns each field's last eight characters as a little-endian word, padded with "0" before its first."""
+    anywhere = np.ndarray((len(text) - 7,), "<u8", buffer=text, strides=(1,))  # overlapping words, one per byte
     words = anywhere[ends - 8]
     filled = np.clip(lengths, 0, 8).astype(np.uint64) << np.uint64(3)
     cleared = np.uint64(64) - filled
-    # numpy defines a shift by all 64 bits as 0, which is what an empty field needs.
+    # numpy defines a shift by all 64 bits as 0, as an empty field needs.
     return ((words >> cleared) << cleared) | (_ZEROS >> filled)

@@ -1,7 +1,7 @@
-"""Npy files that are larger than memory: written row by row, and mapped rather than read, also out of an npz.
+"""Writes npy files row by row and maps them, also inside an npz, so that they may be larger than memory.
 
 with NpyWriter(Path("day_0_dense.npy"), columns=13, dtype=np.float32) as writer:
-    writer.append(rows)                       # as often as needed; the header is put right at the end
+    writer.append(rows)                       # as often as needed; the header is completed at the end
 map_npy(Path("day_0_dense.npy"))[5:9]
 """
 
@@ -21,11 +21,11 @@ from numpy.typing import DTypeLike, NDArray
 from dlrm_autoshard.data.errors import DataError
 
 _HEADER_BYTES = 128
-_LOCAL_HEADER_BYTES = 30  # of a zip's member, before its name and extra field, whose lengths are its last 4 bytes
+_LOCAL_HEADER_BYTES = 30  # of a zip member, before name and extra field, whose lengths are the last 4 bytes
 
 
 class NpyWriter:
-    """Writes an npy file row by row, whose number of rows is known only at the end."""
+    """Writes an npy file row by row; the number of rows may be unknown until the end."""
 
     def __init__(self, path: Path, columns: int, dtype: DTypeLike) -> None:
         self._columns, self._dtype, self._rows = columns, np.dtype(dtype), 0
@@ -52,8 +52,7 @@ class NpyWriter:
 
 
 def rows_of(path: Path, columns: int, dtype: DTypeLike, rows_at_a_time: int) -> Iterator[NDArray[Any]]:
-    """Reads back an NpyWriter's rows, some at a time. They are read, not mapped: mapped pages count as the process's
-    memory."""
+    """Yields an NpyWriter's rows in pieces. Reads instead of mapping, as mapped pages count as the process's memory."""
     with path.open("rb") as file:
         file.seek(_HEADER_BYTES)
         while len(values := np.fromfile(file, dtype, rows_at_a_time * columns)):
@@ -61,14 +60,14 @@ def rows_of(path: Path, columns: int, dtype: DTypeLike, rows_at_a_time: int) -> 
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """The file's array, read from disk where it is used. DataError if it is no npy file or shorter than it says."""
+    """Maps the file's array. DataError if it is not an npy file or is shorter than its header says."""
     if not path.is_file():
         raise DataError(f"'{path}' does not exist.")
     return _map_at(path, str(path), 0, path.stat().st_size)
 
 
 def map_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz that is not compressed (`np.savez`, not `np.savez_compressed`)."""
+    """Maps the arrays of an uncompressed npz (`np.savez`, not `np.savez_compressed`)."""
     if not path.is_file():
         raise DataError(f"'{path}' does not exist.")
     arrays = {}
@@ -76,7 +75,7 @@ def map_npz(path: Path) -> dict[str, NDArray[Any]]:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             for member in archive.infolist():
                 if member.compress_type != zipfile.ZIP_STORED:
-                    raise DataError(f"'{path}' is compressed, so it cannot be mapped. Save it anew with numpy.savez.")
+                    raise DataError(f"'{path}' is compressed, so it cannot be mapped. Save it again with numpy.savez.")
                 file.seek(max(0, member.header_offset + _LOCAL_HEADER_BYTES - 4))
                 lengths = file.read(4)
                 if member.header_offset < 0 or len(lengths) < 4:
@@ -85,8 +84,8 @@ def map_npz(path: Path) -> dict[str, NDArray[Any]]:
                 offset = member.header_offset + _LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
                 name = member.filename.removesuffix(".npy")
                 arrays[name] = _map_at(path, f"{path}[{name}]", offset, offset + member.file_size)
-    except (zipfile.BadZipFile, NotImplementedError) as error:  # the latter: of zip versions to come
-        raise DataError(f"'{path}' ({path.stat().st_size} bytes) is no npz file, or truncated: {error}.") from error
+    except (zipfile.BadZipFile, NotImplementedError) as error:  # the latter for unknown zip versions
+        raise DataError(f"'{path}' ({path.stat().st_size} bytes) is not an npz file, or truncated: {error}.") from error
     return arrays
 
 
@@ -98,9 +97,9 @@ def _map_at(path: Path, shown: str, offset: int, end: int) -> NDArray[Any]:
             read_header = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}[version]
             shape, fortran_order, dtype = read_header(file)
         except (ValueError, KeyError, EOFError, SyntaxError, RecursionError, TokenError) as error:  # Python's text
-            raise DataError(f"'{shown}' is no npy file: its header, at byte {offset}, cannot be read.") from error
+            raise DataError(f"'{shown}' is not an npy file: its header, at byte {offset}, cannot be read.") from error
         start = file.tell()
-    whole = all(type(length) is int and length >= 0 for length in shape)  # True is an int to Python
+    whole = all(type(length) is int and length >= 0 for length in shape)  # isinstance would accept True
     if dtype.kind not in "biuf" or not shape or not whole or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
         raise DataError(f"'{shown}' holds {dtype} {shape}; it must hold rows of numbers. Make it again.")
     wanted = math.prod(shape) * dtype.itemsize

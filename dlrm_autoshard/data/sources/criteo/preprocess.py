@@ -1,4 +1,4 @@
-"""Criteo text to the npy layout that MLPerf's and TorchRec's users have: a pass over the text, a pass over the ids.
+"""Converts Criteo's text to the npy layout of MLPerf and TorchRec: one pass over the text, one over the ids.
 
 preprocess([Path("train.txt")], Path("data/criteo"), Contiguous(min_frequency=3))
 """
@@ -27,10 +27,10 @@ from dlrm_autoshard.formats.numbers import Positive
 TABLES_FILE = "tables.json"
 CATEGORIES_FILE = "categories.npz"
 ROWS_AT_A_TIME = 1 << 14
-"""Rows that the second pass, over the ids, takes at a time."""
+"""Rows per chunk of the second pass."""
 _MOST_ROWS = 2**31
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
+"""Called with the phase, the amount done and the total (bytes or rows)."""
 
 
 class _Encoding(TypedDict):
@@ -40,7 +40,7 @@ class _Encoding(TypedDict):
 
 
 class _Recorded(TypedDict):
-    """`Preprocessed` as tables.json has it."""
+    """`Preprocessed` as in tables.json."""
 
     num_embeddings: list[Positive]
     encoding: _Encoding
@@ -48,28 +48,28 @@ class _Recorded(TypedDict):
 
 @dataclass(frozen=True)
 class Contiguous:
-    """A row for each category that occurs at least so often in all days together; see `vocabulary`."""
+    """Gives a row to each category with at least `min_frequency` occurrences over all days (see `vocabulary`)."""
 
     min_frequency: int
 
 
 @dataclass(frozen=True)
 class Modulo:
-    """Row = category modulo `rows`: no counting, so memory does not grow with the number of categories."""
+    """Gives category modulo `rows`; counts nothing, so memory does not grow with the number of categories."""
 
     rows: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.rows <= _MOST_ROWS:
             raise DataError(
-                f"ids of {self.rows:,} rows do not fit the files' int32; at most {_MOST_ROWS:,} do. Take fewer rows."
+                f"ids of {self.rows:,} rows do not fit the files' int32; at most {_MOST_ROWS:,} do. Use fewer rows."
             )
 
 
 @dataclass(frozen=True)
 class Known:
-    """The rows of an earlier folder's vocabularies, for the days that came after: a model that was trained on that
-    folder knows them. Categories that it did not have are rare ones."""
+    """Gives the rows of an earlier folder's vocabularies, which a model trained on that folder knows; categories new
+    since are rare ones."""
 
     vocabularies: Sequence[Vocabulary]
     min_frequency: int
@@ -80,7 +80,7 @@ Encoding = Contiguous | Modulo | Known
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """Number of rows of each day, and of each table."""
+    """Rows of each day and of each table."""
 
     rows_per_day: list[int]
     table_rows: list[int]
@@ -91,19 +91,19 @@ def no_progress(doing: str, done: int, total: int) -> None:
 
 
 def preprocess(inputs: Sequence[Path], out: Path, encoding: Encoding, progress: Progress = no_progress) -> Preprocessed:
-    """The i-th input becomes day i of the new folder `out`. DataError names the file and line that cannot be used.
+    """Converts the i-th input to day i of the new folder `out`. DataError names the bad file and line.
 
-    Writes, as a folder that appears complete or not at all (see `new_folder`):
+    Writes a folder that appears complete or not at all (see `new_folder`):
 
         day_0_dense.npy     float32 [n, 13]   log(x + 3), missing as 0, x below -2 as -2
         day_0_sparse.npy    int32   [n, 26]   rows of the tables
         day_0_labels.npy    int32   [n, 1]
         tables.json         rows of each table, and how the ids were made
-        categories.npz      where categories were counted: arrays "0" to "25", the category of each row from 2 on
+        categories.npz      with Contiguous: arrays "0" to "25", the category of each row from 2 on
     """
     for path in inputs:
         if not path.is_file():
-            raise DataError(f"'{path}' does not exist, or is no file.")
+            raise DataError(f"'{path}' does not exist, or is not a file.")
     with new_folder(out) as partial:
         result = _write_days(inputs, partial, encoding, progress)
         write_tables_file(
@@ -116,23 +116,23 @@ def preprocess(inputs: Sequence[Path], out: Path, encoding: Encoding, progress: 
 
 
 def encoding_of(folder: Path) -> Encoding:
-    """Returns the encoding of a folder that `preprocess` made, for later days."""
+    """Returns the encoding of an earlier `preprocess` folder, for later days."""
     record = read_json(folder / TABLES_FILE, _Recorded, "tables of the data", extra="ignore")
     encoding = record["encoding"]
     if encoding["name"] == "modulo" and "rows" in encoding:
         return Modulo(encoding["rows"])
     counted = encoding["name"] == "contiguous" and "min_frequency" in encoding
     if not counted or len(record["num_embeddings"]) != NUM_CATEGORIES:
-        raise DataError(f"'{folder / TABLES_FILE}' tells of no encoding that other days can have.")
+        raise DataError(f"'{folder / TABLES_FILE}' describes no encoding that later days can use.")
     if not (folder / CATEGORIES_FILE).exists():
-        raise DataError(f"'{folder}' has no {CATEGORIES_FILE}, which tells of its rows. Make the folder again.")
+        raise DataError(f"'{folder}' has no {CATEGORIES_FILE}, which lists the categories of its rows. Make it again.")
     arrays = map_npz(folder / CATEGORIES_FILE)
     by_table = [arrays.get(str(table)) for table in range(NUM_CATEGORIES)]
     for table, (by_row, rows) in enumerate(zip(by_table, record["num_embeddings"], strict=True)):
         if by_row is None or by_row.dtype != np.uint32 or by_row.shape != (rows - FIRST_KEPT,) or not by_row.all():
             raise DataError(
-                f"'{folder / CATEGORIES_FILE}' has no category for each of table {table}'s {rows} rows: the two files "
-                "are not of one preprocessing. Make the folder again."
+                f"'{folder / CATEGORIES_FILE}' does not fit the {rows} rows of table {table} in {TABLES_FILE}: the "
+                "files come from different runs. Make the folder again."
             )
     vocabularies = [Vocabulary.of_rows(np.array(by_row)) for by_row in by_table if by_row is not None]
     return Known(vocabularies, encoding["min_frequency"])
@@ -190,7 +190,7 @@ def _first_encoding(block: TextBlock, encoding: Encoding, counters: Sequence[Fre
         return _encoded(encoding.vocabularies, raw_TB)
     for counter, raw_B in zip(counters, raw_TB, strict=True):
         counter.add(raw_B)
-    return block.categories_BT.view(np.int32)  # raw for now; replaced when all counts are known
+    return block.categories_BT.view(np.int32)  # raw until all counts are known
 
 
 def _number_categories(
@@ -208,5 +208,5 @@ def _number_categories(
 
 
 def _encoded(vocabularies: Sequence[Vocabulary], raw_TB: NDArray[np.uint32]) -> NDArray[np.int32]:
-    """[B, T]"""
+    """Returns the rows [B, T] of raw categories [T, B]."""
     return np.stack([own.encode(raw_B) for own, raw_B in zip(vocabularies, raw_TB, strict=True)], axis=1)

@@ -1,8 +1,8 @@
-"""A made-up click log in Criteo's layout, to try out a config and to test with; no data set to learn from.
+"""Makes a small click log in Criteo's layout, to try out a config and for tests.
 
     write_sample_layout(Path("data/criteo"), rows_per_day=[50_000, 10_000])     # npy, multi-hot npz included
 
-Ids follow a power law; labels come from the hidden model of synthetic data, so a model's AUC rises above 0.5.
+Ids follow a power law; labels come from the hidden model of synthetic data, so that a model can learn (AUC above 0.5).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dlrm_autoshard.data.sources.criteo.preprocess import write_tables_file
 from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 from dlrm_autoshard.data.sources.synthetic import SyntheticSource
 
-# Some 1 to 100,000 categories, as unevenly spread as Criteo's.
+# 3 to 100,000 categories, about as uneven as Criteo's.
 SAMPLE_ROWS = (
     1460, 583, 100000, 100000, 305, 24, 12517, 633, 3, 93145, 5683, 100000, 3194,
     27, 14992, 100000, 10, 5652, 2173, 4, 100000, 18, 15, 100000, 105, 100000,
 )  # fmt: skip
 MULTI_HOT_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-"""Ids a sample of MLPerf's DLRM-DCNv2."""
+"""Ids per sample and table of MLPerf's DLRM-DCNv2."""
 
 
 def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -> None:
-    """The folder of `criteo`'s docstring, with one id a sample and multi-hot beside it, and tables.json."""
+    """Writes the layout of `criteo/source.py` with one id per sample, multi-hot files beside it, and tables.json."""
     source = sample_source(seed)
     first = 0
     with new_folder(out) as folder:
@@ -56,7 +56,7 @@ def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -
 
 
 def sample_source(seed: int) -> SyntheticSource:
-    """Returns a made-up source with Criteo's 26 tables, small."""
+    """Returns a synthetic source with 26 tables like Criteo's, but small."""
     tables = [SyntheticTable(name=f"cat_{i}", num_embeddings=rows) for i, rows in enumerate(SAMPLE_ROWS)]
     data = SyntheticData(source="synthetic", tables=tables, num_dense=NUM_INTEGERS, seed=seed)
     rows = [TableRows(table.name, table.num_embeddings) for table in tables]
@@ -64,12 +64,12 @@ def sample_source(seed: int) -> SyntheticSource:
 
 
 def integers(batch: Batch) -> NDArray[np.int64]:
-    """Counts from -1 to some 20,000, most of them small."""
+    """Turns dense features into counts from -1 to about 20,000, most of them small."""
     return np.floor(np.exp(10 * batch.dense_BF.numpy().astype(np.float64))).astype(np.int64) - 2
 
 
 def _multi_hot(ids_B: NDArray[np.int32], table: int) -> NDArray[np.int32]:
-    """Further ids that follow from the first, as MLPerf made its own multi-hot data."""
+    """Returns further ids computed from the first, as MLPerf made its multi-hot data."""
     steps = np.arange(MULTI_HOT_SIZES[table], dtype=np.uint64) * GOLDEN
     drawn = mix64(ids_B.astype(np.uint64)[:, None] + steps + key_of("multi-hot", table)) % np.uint64(SAMPLE_ROWS[table])
     drawn[:, 0] = ids_B

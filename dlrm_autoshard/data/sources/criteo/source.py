@@ -1,7 +1,7 @@
-"""Criteo's click logs in the npy layout of MLPerf and TorchRec, mapped, not loaded: memory holds a batch.
+"""Reads Criteo's click logs in the npy layout of MLPerf and TorchRec, mapped, so that memory holds only a batch.
 
 <dir>/day_0_dense.npy [n, 13], day_0_sparse.npy [n, 26], day_0_labels.npy [n, 1], day_1_dense.npy, ...
-<dir>/day_0_sparse_multi_hot.npz    instead of _sparse.npy with `multi_hot`: arrays "0" to "25" [n, ids a sample]
+<dir>/day_0_sparse_multi_hot.npz    instead of _sparse.npy with `multi_hot`: arrays "0" to "25" [n, ids per sample]
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dlrm_autoshard.formats.json_file import read_json
 from dlrm_autoshard.formats.numbers import Positive
 
 _DAYS_OF_A_SINGLE_FILE = 7
-_SMALL_ROWS = 1000  # tables up to so many rows are not shrunk: it would save nothing and lose meaning
+_SMALL_ROWS = 1000  # row_scale leaves smaller tables alone: it would save nothing and merge meanings
 _ROWS_AT_A_TIME = 1 << 18
 
 
 @dataclass(frozen=True)
 class _Day:
-    """ids_T: for each table [n, ids a sample]. files: all of them, as a pattern."""
+    """A day's arrays. ids_T: [n, ids per sample] for each table. files: a pattern that matches them, for messages."""
 
     dense: NDArray[np.floating]
     ids_T: Sequence[NDArray[np.integer]]
@@ -49,7 +49,7 @@ class _Day:
 
 
 _Piece = tuple[_Day, int, int]
-"""A part of a day: from this sample up to that."""
+"""A day with the first and the end position of a part of it."""
 
 
 class _Recorded(TypedDict):
@@ -57,11 +57,13 @@ class _Recorded(TypedDict):
 
 
 class CriteoSource:
-    """Rows of the tables, the first that there is: `num_embeddings` of the config; tables.json, which our preprocessing
-    writes; the largest id of each column, found by one pass over all days. Days are read in the order of the log, as
-    its users do: "train" is all days but those held out (the last, unless the config names others), of which the first
-    half is "val" and the second "test". A single day counts as seven (Kaggle's train.txt is a week): six sevenths to
-    train on, the rest halved. With `train_days: []` all that is held out is "test": days that came after a training.
+    """Criteo's days, read in the order of the log, as is usual.
+
+    Rows of a table come from the first of: `num_embeddings` in the config; tables.json of our preprocessing; the
+    largest id of the column, found in a pass over all days. "train" is all days but the held-out ones (the last, unless
+    the config names others), whose first half is "val" and second half "test". A single day counts as seven (Kaggle's
+    train.txt is a week): six sevenths to train on, the rest halved. With `train_days: []` everything is "test": days
+    after training.
     """
 
     num_dense = NUM_INTEGERS
@@ -70,7 +72,7 @@ class CriteoSource:
     parallel_reads = True
 
     def __init__(self, data: CriteoData, tables: TablesConfig, splits: Sequence[Split] = SPLITS) -> None:
-        """splits: what will be read."""
+        """splits: those that will be read."""
         directory = Path(data.dir)
         train_days, test_days = _choose_days(directory, data)
         days = {day: _open_day(directory, day, data.multi_hot) for day in sorted({*train_days, *test_days})}
@@ -81,13 +83,13 @@ class CriteoSource:
         if "train" in splits and self.num_samples("train") == 0:
             rows = {day: len(opened) for day, opened in days.items()}
             raise DataError(
-                f"data.train_days: there is nothing to train on. Days {train_days} of '{directory}' are to train on, "
-                f"{test_days} to test on; rows by day: {rows}. Name days to train on that have some."
+                f"data.train_days: there is nothing to train on. Days {train_days} of '{directory}' are for training, "
+                f"{test_days} for testing; rows by day: {rows}. Name training days that have rows."
             )
         self._lengths_T = [ids.shape[1] for ids in next(iter(days.values())).ids_T]
         for day, opened in days.items():
             if [ids.shape[1] for ids in opened.ids_T] != self._lengths_T:
-                raise DataError(f"'{directory}': day {day} has other numbers of ids a sample than day {min(days)}.")
+                raise DataError(f"'{directory}': day {day} has other numbers of ids per sample than day {min(days)}.")
         rows_T = data.num_embeddings or _recorded_rows(directory) or _largest_ids(days.values())
         if len(rows_T) != NUM_CATEGORIES:
             raise DataError(f"data.num_embeddings has {len(rows_T)} numbers; Criteo has {NUM_CATEGORIES} tables.")
@@ -127,13 +129,13 @@ class CriteoSource:
         )
 
     def place(self, split: Split, epoch: int, sample: int) -> str:
-        """Where it is, for messages."""
+        """Returns where the sample is, for messages."""
         day, row, _ = next(_between(self._pieces[split], sample, sample + 1))
         return f"row {row} (from 0) of '{day.files}'"
 
 
 def _between(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[_Piece]:
-    """The parts of the pieces that hold positions [first, last) of them all in a row."""
+    """Yields the parts of consecutive pieces that hold positions [first, last)."""
     for day, start, stop in pieces:
         low, high = max(first, 0), min(last, stop - start)
         if low < high:
@@ -163,19 +165,19 @@ def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int
     both = sorted({*train_days} & {*test_days})
     if both:
         raise DataError(
-            f"data.train_days and data.test_days both have days {both}: metrics would be of samples that were trained "
-            "on. Take them out of one."
+            f"data.train_days and data.test_days both have days {both}: metrics would cover samples that were trained "
+            "on. Remove them from one."
         )
     return train_days, test_days
 
 
 def _day_of(path: Path) -> int:
-    """The number in `day_7_labels.npy`. DataError where it is none, or not as it is written: its other files are named
-    by the number, and what is not read is not left out in silence."""
+    """Returns 7 for `day_7_labels.npy`. DataError for any other name: the day's other files are named by the number,
+    and no file is skipped in silence."""
     number = path.name.removeprefix("day_").removesuffix("_labels.npy")
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", number):
         raise DataError(
-            f"'{path}' has no number of a day in its name, such as day_7_labels.npy. Name its files so, or move them."
+            f"'{path}' has no day number in its name, such as day_7_labels.npy. Rename its files, or move them."
         )
     return int(number)
 
@@ -210,7 +212,7 @@ def _open_day(directory: Path, day: int, multi_hot: bool) -> _Day:
         sparse = map_npy(ids_path)
         _expect_shape(ids_path, sparse, len(labels), NUM_CATEGORIES, "integer")
         ids_T = [sparse[:, table : table + 1] for table in range(NUM_CATEGORIES)]
-    columns = math.prod(labels.shape[1:])  # which -1 would not tell of a day without rows
+    columns = math.prod(labels.shape[1:])  # -1 fails in a day without rows
     _expect_shape(labels_path, labels.reshape(len(labels), columns), len(labels), 1, "number")
     _expect_shape(dense_path, dense, len(labels), NUM_INTEGERS, "number")
     for ids in ids_T:
@@ -229,12 +231,12 @@ def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | Non
 
 
 def _floats(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """The parts in one, which is the batch's own."""
+    """Concatenates the parts into an array of the batch's own."""
     return np.concatenate(parts).astype(np.float32, copy=False)
 
 
 def _within(ids: NDArray[np.integer], rows: int) -> NDArray[np.integer]:
-    """Ids modulo the rows. Many logs have none beyond: to see that takes a fraction of what dividing all does."""
+    """Returns ids modulo rows. Skips the division, which is slow, if no id is out of range."""
     if ids.min(initial=0) >= 0 and ids.max(initial=0) < rows:
         return ids
     return (ids if rows <= np.iinfo(ids.dtype).max else ids.astype(np.int64)) % rows
@@ -248,7 +250,7 @@ def _recorded_rows(directory: Path) -> list[int] | None:
 
 
 def _largest_ids(days: Iterable[_Day]) -> list[int]:
-    """Rows by the largest id in each column: a pass over all ids, in bounded memory."""
+    """Returns rows by the largest id of each column, in a pass over all ids in bounded memory."""
     largest_T = np.zeros(NUM_CATEGORIES, np.int64)
     for day in days:
         for table, ids in enumerate(day.ids_T):

@@ -1,8 +1,8 @@
-"""Criteo's click logs as text, parsed a block of lines at a time without a Python object per field.
+"""Parses Criteo's click logs as text, a block of lines at a time, without a Python object per field.
 
     blocks = read_blocks(Path("train.txt"))       # or day_0.gz, or a .csv with a header
 
-One scan for separators finds all fields of a block; `digit_words` then reads digits.
+One scan for separators finds all fields of a block; `digit_words` parses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlrm_autoshard.formats.words import some_of
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 NUM_COLUMNS = 1 + NUM_INTEGERS + NUM_CATEGORIES
 
-_BLOCK_BYTES = 1 << 17  # small enough for the arrays made from it to stay in the cache
+_BLOCK_BYTES = 1 << 17  # the arrays made from it stay in the cache
 _LONGEST_LINE = 1 << 16
 _NEWLINE, _RETURN = b"\n"[0], b"\r"[0]
 _WHAT_IS_WANTED = f"a label, {NUM_INTEGERS} integers and {NUM_CATEGORIES} hexadecimal categories"
@@ -34,7 +34,7 @@ _WHAT_IS_WANTED = f"a label, {NUM_INTEGERS} integers and {NUM_CATEGORIES} hexade
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Some successive lines. file_position: how many bytes of the file, compressed if it is, were read by then."""
+    """Some successive lines. file_position: bytes of the file read so far (compressed bytes for gzip)."""
 
     labels_B: NDArray[np.int32]
     integers_BF: NDArray[np.int32]
@@ -43,18 +43,18 @@ class TextBlock:
 
 
 def read_blocks(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[TextBlock]:
-    """In bounded memory. DataError names the file and the line, or the byte, that cannot be used.
+    """Yields blocks in bounded memory. DataError names the file and the bad line or byte.
 
-    A line is a label, 13 integers and 26 categories in hexadecimal (`68fd1e64`), between tabs or commas; an empty field
-    is missing and reads as 0, but for the label, which must be there. Line 1 is a header if it begins with a word:
-    then columns are read by their names, in whatever order they are: label, I1 to I13, C1 to C26.
+    A line is a label, 13 integers and 26 hexadecimal categories (`68fd1e64`), separated by tabs or commas. An empty
+    field is missing and reads as 0; the label must not be empty. If line 1 begins with a word it is a header, and
+    columns are found by name in any order: label, I1 to I13, C1 to C26.
     """
     first_line = 1
     separator, order = b"", list(range(NUM_COLUMNS))
     with path.open("rb") as raw:
         for text in _whole_lines(path, raw, block_bytes):
             if not separator:
-                text = text.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no part of the first label
+                text = text.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
                 separator, header = _look_at_first_line(path, text)
                 if header:
                     order = _order_of(path, header.split(separator))
@@ -69,7 +69,7 @@ def read_blocks(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[TextBlo
 
 
 def _whole_lines(path: Path, raw: IO[bytes], block_bytes: int) -> Iterator[bytes]:
-    """The file's text in pieces that end with a line."""
+    """Yields the file's text in pieces that end with a line."""
     compressed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
     stream: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if compressed else raw
@@ -93,7 +93,7 @@ def _whole_lines(path: Path, raw: IO[bytes], block_bytes: int) -> Iterator[bytes
             rest += text
             if len(rest) > _LONGEST_LINE:
                 raise DataError(
-                    f"'{path}' is no click log: {len(rest)} bytes without a line end before byte {raw.tell()}; "
+                    f"'{path}' is not a click log: {len(rest)} bytes without a line end before byte {raw.tell()}; "
                     f"lines should be {_WHAT_IS_WANTED}."
                 )
 
@@ -113,10 +113,10 @@ def _look_at_first_line(path: Path, text: bytes) -> tuple[bytes, bytes]:
 
 
 def _order_of(path: Path, header: Sequence[bytes]) -> list[int]:
-    """Where the file has each column: the label, then integers and categories by the numbers in their names. DataError
-    where the names do not tell."""
+    """Returns the position of each column in the file: the label, then integers and categories by the numbers in their
+    names. DataError if the names are ambiguous."""
     names = [name.strip().strip(b'"').decode(errors="replace").lower() for name in header]
-    numbered: dict[str, dict[int, int]] = {}  # by the name before the number
+    numbered: dict[str, dict[int, int]] = {}  # prefix -> number -> position
     labels = []
     for place, name in enumerate(names):
         match = re.fullmatch(r"(.*?)([0-9]{1,3})", name)
@@ -136,7 +136,7 @@ def _order_of(path: Path, header: Sequence[bytes]) -> list[int]:
 
 
 def _is_word(field: bytes) -> bool:
-    """A column's name, rather than a label that is missing or a number other than 0 and 1, which `_parse` refuses."""
+    """Returns whether the field is a column's name; an empty or numeric one is a label, which `_parse` checks."""
     try:
         float(field or b"0")
     except ValueError:
@@ -147,7 +147,7 @@ def _is_word(field: bytes) -> bool:
 def _parse(
     path: Path, text: bytes, separator: int, order: Sequence[int], first_line: int, file_position: int
 ) -> TextBlock:
-    """order: where the file has each column."""
+    """order: the position of each column in the file."""
     characters = np.frombuffer(bytes(EDGE) + text, np.uint8)
     is_line_end = characters == _NEWLINE
     ends = np.flatnonzero(is_line_end | (characters == separator))
@@ -183,7 +183,7 @@ def _parse(
 
 
 def _integer(path: Path, field: bytes, line: int, column: int) -> int:
-    """The fields that the fast way leaves over: nine digits and more, and integers that were written as `3.0`."""
+    """Parses integers that `read_decimal` could not: of nine digits and more, or written as `3.0`."""
     try:
         number = float(field)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Raw 32-bit categories to the rows of a table: contiguous by how often they occur, or by modulo.
+"""Maps raw 32-bit categories to rows of a table by how often they occur.
 
     counter.add(np.array([7, 7, 9, 0], np.uint32))
     counter.vocabulary(min_frequency=2).encode(np.array([7, 9, 0], np.uint32))      # [2, 1, 0]
 
-Row 0 is for missing values (raw 0), row 1 for all categories that are too rare, then one row each, frequent ones first.
+Row 0 is for missing values (raw 0), row 1 for all rare categories; then one row each, most frequent first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 MISSING, RARE, FIRST_KEPT = 0, 1, 2
 PENDING_AT_LEAST = 1 << 18
-"""Ids that a counter keeps as they came before it merges them into its counts."""
+"""Ids that a counter buffers before merging them into its counts."""
 
 _SPREAD = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: spreads successive ids over the slots
 
 
 class Vocabulary:
-    """Each raw id's row, found by hashing: a table of slots, where an id lies in its own or in the next free one.
+    """Finds the row of each raw id in a hash table with linear probing.
 
-    (Whole arrays take each step together; searching a sorted list of ids took several times as long.)
+    All ids take each probe together as arrays; searching a sorted list took several times as long.
     """
 
     def __init__(self, raw_ids: NDArray[np.uint32], rows: NDArray[np.int32]) -> None:
-        """`raw_ids` are distinct and not 0, which marks a free slot."""
+        """raw_ids: distinct, and not 0, which marks a free slot."""
         self.num_rows = FIRST_KEPT + len(raw_ids)
         self.by_row = raw_ids[np.argsort(rows)]
         bits = max(1, 2 * len(raw_ids) - 1).bit_length()  # at most half of the slots are taken
@@ -36,20 +36,20 @@ class Vocabulary:
         slots = self._first_slots(raw_ids)
         while len(raw_ids):
             free = self._raw_ids[slots] == 0
-            self._raw_ids[slots[free]] = raw_ids[free]  # of several for one slot, one stays
+            self._raw_ids[slots[free]] = raw_ids[free]  # of several ids for a slot, one stays
             placed = self._raw_ids[slots] == raw_ids
             self._rows[slots[placed]] = rows[placed]
             raw_ids, rows, slots = raw_ids[~placed], rows[~placed], self._next(slots[~placed])
 
     @classmethod
     def of_rows(cls, by_row: NDArray[np.uint32]) -> Vocabulary:
-        """The one that `by_row` was of: the raw ids of rows FIRST_KEPT and on."""
+        """Restores a vocabulary from its `by_row`: the raw ids of rows FIRST_KEPT and up."""
         return cls(by_row, np.arange(FIRST_KEPT, FIRST_KEPT + len(by_row), dtype=np.int32))
 
     def encode(self, raw_N: NDArray[np.uint32]) -> NDArray[np.int32]:
         slots_N = self._first_slots(raw_N)
         found_N = self._raw_ids[slots_N]
-        rows_N = self._rows[slots_N]  # of a free slot: RARE
+        rows_N = self._rows[slots_N]  # RARE in a free slot
         others = np.flatnonzero((found_N != raw_N) & (found_N != 0))
         while len(others):
             slots_N[others] = slots = self._next(slots_N[others])
@@ -68,7 +68,7 @@ class Vocabulary:
 
 @dataclass
 class FrequencyCounter:
-    """Counts of the distinct ids of one column. Memory: some 12 bytes a distinct id, however many ids there are."""
+    """Counts the distinct ids of one column, with about 12 bytes of memory per distinct id."""
 
     raw_ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))  # sorted
     counts: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -78,7 +78,7 @@ class FrequencyCounter:
     def add(self, raw_N: NDArray[np.uint32]) -> None:
         self._pending.append(raw_N)
         self._num_pending += len(raw_N)
-        # The larger the counts, the more ids are merged at a time, so that merging stays cheap per id.
+        # Merges more ids at a time as counts grow, so that the cost per id stays low.
         if self._num_pending >= max(PENDING_AT_LEAST, len(self.raw_ids) // 2):
             self._merge()
 
@@ -101,7 +101,8 @@ class FrequencyCounter:
 
 
 def _sorted_with_order(ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-    """The ids sorted, and where each was: sorted as one 64-bit number, several times faster than argsort."""
+    """Returns the ids sorted and where each was. Sorts pairs as one 64-bit number, several times faster than
+    argsort."""
     pairs = ids.astype(np.uint64) << np.uint64(32)
     pairs |= np.arange(len(ids), dtype=np.uint64)
     pairs.sort()
@@ -111,7 +112,7 @@ def _sorted_with_order(ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDA
 def _sum_by_id(
     sorted_ids: NDArray[np.uint32], counts: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Each id once, with the sum of its counts; without counts, the number of its occurrences."""
+    """Returns each id once with the sum of its counts, or without counts the number of its occurrences."""
     is_first = np.ones(len(sorted_ids), bool)
     is_first[1:] = sorted_ids[1:] != sorted_ids[:-1]
     starts = np.flatnonzero(is_first)
