@@ -1,8 +1,8 @@
-"""dlrm_autoshard: a DLRM trainer that places, measures and moves its embedding tables.
+"""A DLRM trainer that places, measures and moves its embedding tables.
 
     from dlrm_autoshard import PlacementTask, Planner, TableConfig, TableStats, Topology
 
-`__init__.pyi` lists what is public. A name is loaded when it is first used, so `import dlrm_autoshard` costs nothing.
+`__init__.pyi` lists the public names. Each is loaded on first use, so `import dlrm_autoshard` is cheap.
 """
 
 import lazy_loader

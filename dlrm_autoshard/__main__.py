@@ -1,4 +1,4 @@
-"""`python -m dlrm_autoshard ...`: the same as the console script."""
+"""Runs `python -m dlrm_autoshard ...` as the console script."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Costs of a training step, in milliseconds, by stage and rank.
+"""Costs of a training step in ms, by stage and rank.
 
-    step_cost_ms(profile.ranks)            # what placement makes every step take
+    step_cost_ms(profile.ranks)            # the planned stages of a step
 
-Each stage of a step ends at a collective, so all ranks wait there for the slowest: the step takes the *sum over
-stages of the slowest rank*, not the slowest rank's sum.
+Each stage ends at a collective, where all ranks wait for the slowest: a step takes the *sum over stages of the slowest
+rank*, not the slowest rank's sum.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from dlrm_autoshard.plan import PlanRecord, ShardingPlan, shard_tables
 from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats, stats_of_part
 
 PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
-"""The four stages that placement decides; `RankCost` has one field for each."""
+"""The four stages that placement decides; fields of `RankCost`."""
 
 COMPUTE, EXCHANGE = slice(0, 4, 3), slice(1, 3)
-"""Columns of an array [..., 4] in the order of PLANNED_STAGES: forward and backward of what each rank
-computes, and of what ranks exchange."""
+"""Columns of an array [..., 4] in the order of PLANNED_STAGES: compute (forward, backward), and exchanges."""
 
 IQR_OF_NORMAL = 1.35
-"""Standard deviations that an interquartile range is, of normal errors."""
+"""Interquartile range of a normal distribution, in standard deviations."""
 
 STAGES = (
     "data_wait",  # waiting for the loader's next batch
-    "input_dist",  # ids to their owners
+    "input_dist",  # sending ids to their owners
     "fwd_compute",  # fused lookup
-    "fwd_comms",  # pooled vectors back
+    "fwd_comms",  # returning pooled vectors
     "dense_fwd",  # MLPs, interaction, loss
-    "dense_bwd",  # their gradients
-    "bwd_comms",  # vectors' gradients to the owners
+    "dense_bwd",  # backward of the dense part
+    "bwd_comms",  # sending vectors' gradients to the owners
     "bwd_compute",  # fused backward and update of the tables
-    "grad_allreduce",  # dense gradients, as far as not hidden
+    "grad_allreduce",  # dense gradients, as far as not overlapped
     "dense_optim",  # dense optimizer step
-    "other",  # what is left of the step: hooks, metrics, Python
+    "other",  # the rest of the step: hooks, metrics, Python
 )
 DENSE_STAGES = ("dense_fwd", "dense_bwd", "dense_optim")
-"""The same work on every rank."""
+"""Stages with the same work on every rank."""
 COLLECTIVES = ("input_dist", "fwd_comms", "bwd_comms", "grad_allreduce")
-"""Stages in which ranks exchange data: a rank alone has none of them."""
+"""Stages in which ranks exchange data; they are missing with a single rank."""
 COMPUTE_STAGES = ("fwd_compute", "bwd_compute", *DENSE_STAGES)
-"""Stages that a rank computes by itself, and that take longer when its core is shared."""
+"""Stages that a rank computes by itself; they take longer if its core is shared."""
 WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_wait")
-"""Waiting for slower ranks before a collective: kept apart, never charged to communication."""
+"""Times of waiting for slower ranks before a collective, not counted as communication."""
 
 Source = Literal["measured", "probe", "simulated", "predicted"]
 
@@ -83,7 +82,7 @@ class StepRecord(TypedDict):
 
 @dataclass(frozen=True)
 class RankCost:
-    """One rank's cost of the stages that placement decides, in ms per step."""
+    """One rank's ms per step in the stages that placement decides."""
 
     fwd_compute_ms: float = 0.0
     fwd_comms_ms: float = 0.0
@@ -109,13 +108,12 @@ class RankCost:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Cost of one placement: a fact where `source` is 'measured' or 'probe'.
+    """Cost of one plan: measured if `source` is 'measured' or 'probe'.
 
-    tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
-    batch. noise: how far its figures would scatter if they were measured again (interquartile range / median); 0 where
-    they are exact. hosts: number of each rank's host; None: all ranks are on one. dense_ms: of DENSE_STAGES, which are
-    the same work on each rank; None: not known. core_shares: part of the time that each rank had its core while it
-    computed; None: not known, as on GPUs.
+    tables, stats: parallel, in canonical order. ranks[r]: rank r's cost. batch_size: global. noise: relative spread of
+    a repeated measurement (interquartile range / median), 0 if exact. hosts: each rank's host number; None: all on one.
+    dense_ms: each rank's DENSE_STAGES, equal work on all ranks; None: unknown. core_shares: fraction of compute time in
+    which each rank had its core; None: unknown, as on GPUs.
     """
 
     plan: ShardingPlan
@@ -131,12 +129,12 @@ class StepProfile:
 
     @property
     def standard_error(self) -> float:
-        """Standard deviation of the figures, relative."""
+        """Relative standard deviation of the figures."""
         return self.noise / IQR_OF_NORMAL
 
     @property
     def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
-        """The plan's shards, each with its table's statistics, or its share of them."""
+        """The plan's shards, each with its part of its table's statistics."""
         if not self.plan.split_tables:
             return self.tables, self.stats
         shards = shard_tables(self.tables, self.plan)
@@ -165,10 +163,10 @@ class StepProfile:
         hosts, dense_ms, core_shares = step.get("hosts"), step.get("dense_ms"), step.get("core_shares")
         for name, by_rank in (("hosts", hosts), ("dense_ms", dense_ms), ("core_shares", core_shares)):
             if by_rank is not None and len(by_rank) != plan.world_size:
-                raise FormatError(f"its {name} are not one for each rank.")
+                raise FormatError(f"its {name} must have a value per rank.")
         placed = {*plan.tables}
         if len(step["stats"]) != len(named) or len(step["ranks"]) != plan.world_size or set(named) != placed:
-            raise FormatError("its plan, tables, stats and ranks are not of one job.")
+            raise FormatError("its plan, tables, stats and ranks do not belong together.")
         return StepProfile(
             plan=plan,
             tables=tuple(TableConfig.from_json(table) for table in step["tables"]),
@@ -184,22 +182,22 @@ class StepProfile:
 
 
 def step_cost_ms(ranks: Sequence[RankCost]) -> float:
-    """Sum over stages of the slowest rank."""
+    """Returns the sum over stages of the slowest rank's ms."""
     return sum(max(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES)
 
 
 def prediction_error(
     predicted: Sequence[RankCost], measured: Sequence[RankCost], stages: Sequence[str] = PLANNED_STAGES
 ) -> float | None:
-    """Sum of |predicted - measured| over sum of measured, all ranks' `stages`; None where nothing took time."""
+    """Returns sum |predicted - measured| / sum measured, over all ranks' `stages`; None if nothing took time."""
     pairs = [(p.stage(stage), m.stage(stage)) for p, m in zip(predicted, measured, strict=True) for stage in stages]
     total = sum(took for _, took in pairs)
     return sum(abs(expected - took) for expected, took in pairs) / total if total > 0 else None
 
 
 def prediction_bias(predicted: Sequence[RankCost], measured: Sequence[RankCost]) -> float | None:
-    """(predicted - measured) / measured of the step cost: positive where the step was expected to cost more than it
-    did. On each rank errors may be far larger, and cancel: `prediction_error`."""
+    """Returns (predicted - measured) / measured of the step cost. Errors of single ranks may be larger and cancel; see
+    `prediction_error`."""
     cost = step_cost_ms(measured)
     return (step_cost_ms(predicted) - cost) / cost if cost > 0 else None
 
@@ -207,24 +205,25 @@ def prediction_bias(predicted: Sequence[RankCost], measured: Sequence[RankCost])
 def balanced_cost_ms(
     ranks: Sequence[RankCost], slowness: Sequence[float] | None = None, *, exchange: bool = True
 ) -> float:
-    """The perfect-balance bound: what the step would cost if every stage's work were spread so that all ranks take
-    equally long. slowness: times longer that each rank takes to compute the same work; None: all alike. exchange: False
-    where placement also decides how much must travel (between hosts), so that balance is no bound on it."""
+    """Returns the step's ms if every planned stage's work were perfectly balanced over ranks.
+
+    slowness: factor on each rank's compute time; None: all equal. exchange: False if placement also decides how much
+    travels (between hosts), so that balance bounds only compute."""
     return float(_balanced_ms(stages_W4(ranks), slowness, exchange))
 
 
 def balance_gain(
     ranks: Sequence[RankCost], step_ms: float, slowness: Sequence[float] | None = None, *, exchange: bool = True
 ) -> float:
-    """The part of a real step (`step_ms`: the mean of all) that perfect balance would save: all that placement can
-    change, and the one meaning of it in decisions and reports. slowness, exchange: as in `balanced_cost_ms`."""
+    """Returns the fraction of a real step (`step_ms`: the mean of all) that perfect balance would save, the most that
+    placement can. Decisions and reports both use it. slowness, exchange: as in `balanced_cost_ms`."""
     return float(balance_gains(stages_W4(ranks), step_ms, slowness, exchange=exchange))
 
 
 def balance_gains(
     stages_W4: np.ndarray, step_ms: float, slowness: Sequence[float] | None = None, *, exchange: bool = True
 ) -> np.ndarray:
-    """The same of stages [..., W, 4] in ms, of many steps, say: [...]."""
+    """Does the same for stages [..., W, 4] in ms of several steps; returns [...]."""
     excess = stages_W4.max(axis=-2).sum(axis=-1) - _balanced_ms(stages_W4, slowness, exchange)
     gains: np.ndarray = np.maximum(0.0, excess / step_ms) if step_ms > 0 else np.zeros_like(excess)
     return gains
@@ -239,17 +238,17 @@ def _balanced_ms(stages_W4: np.ndarray, slowness: Sequence[float] | None, exchan
 
 
 def rank_costs(ms_W4: np.ndarray) -> tuple[RankCost, ...]:
-    """From what `stages_W4` gives."""
+    """Converts ms [W, 4], as `stages_W4` returns, to RankCosts."""
     return tuple(RankCost(*row) for row in ms_W4.tolist())
 
 
 def stages_W4(ranks: Sequence[RankCost]) -> np.ndarray:
-    """[W, 4] ms, stages as in PLANNED_STAGES."""
+    """Returns ms [W, 4], stages as in PLANNED_STAGES."""
     return np.array([[rank.stage(name) for name in PLANNED_STAGES] for rank in ranks])
 
 
 def imbalance(values: Sequence[float]) -> float:
-    """max / mean; 1.0 is perfect balance (and the value where there is no work at all)."""
+    """Returns max / mean; 1.0 is perfect balance, and the value if there is no work."""
     total = sum(values)
     return max(values) * len(values) / total if total > 0 else 1.0
 
@@ -258,8 +257,8 @@ def imbalance(values: Sequence[float]) -> float:
 class StageTime:
     """One stage on one rank over the sampled steps of an epoch.
 
-    mean_ms: over the typical steps, the middle half by the whole step's time: medians of stages need not add up to a
-    step, these means do.
+    mean_ms: over typical steps, the middle half by total step time. Unlike medians, these means of stages add up to a
+    step.
     """
 
     median_ms: float
@@ -270,7 +269,7 @@ class StageTime:
 
     @staticmethod
     def of(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:
-        """Summarises repeated measurements; typical: those of the typical steps."""
+        """Summarizes repeated measurements. typical: seconds of the typical steps."""
         ordered = sorted(1e3 * value for value in seconds)
         quartiles = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [ordered[0]] * 3
         p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
@@ -283,7 +282,7 @@ class StageTime:
 
     @property
     def error_ms(self) -> float | None:
-        """Standard error of the typical time; None of fewer than three steps, which have no quartiles."""
+        """Standard error of the typical time; None with fewer than three steps, which have no quartiles."""
         if self.samples < 3:
             return None
         few = math.sqrt(1 + 1 / self.samples) * (1 + 1.2 / (self.samples - 2))  # about Student's t

@@ -1,9 +1,9 @@
-"""Tells errors that people can fix, which end in a sentence, from bugs, which end in a traceback.
+"""Distinguishes errors that users can fix, shown as a sentence, from bugs, shown as a traceback.
 
-    raise DataError("'day_0.npy' is cut short at byte 96. Copy it again.")       # every error for people is a UserError
-    in_a_sentence(error)      # that text; None for a bug
+    raise DataError("'day_0.npy' is cut short at byte 96. Copy it again.")       # users' errors derive from UserError
+    in_a_sentence(error)      # the text to show; None for a bug
 
-Whoever talks to people (commands/main.py, commands/rank.py) asks `in_a_sentence`, and nobody else decides.
+Only `in_a_sentence` decides this; commands/main.py and commands/rank.py call it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _TOO_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 class UserError(ValueError):
-    """An error that people can fix: its message says in full sentences what, where, how much, and what to try."""
+    """An error that users can fix; the message says in sentences what is wrong, where, how much, and what to try."""
 
 
 class BagsError(UserError):
-    """Tables or ids that cannot be looked up: the message says which, and what to change."""
+    """Tables or ids cannot be looked up; the message says which, and what to change."""
 
 
 def in_a_sentence(error: BaseException) -> str | None:
-    """Returns the text to show in the place of a traceback; None where only a traceback helps."""
+    """Returns the text to show instead of a traceback; None if only a traceback helps."""
     if isinstance(error, UserError):
         return readable(str(error))
     if isinstance(error, OSError) and error.filename is not None:  # a file that somebody named
@@ -36,15 +36,15 @@ def in_a_sentence(error: BaseException) -> str | None:
 
 
 def in_words(error: BaseException) -> str:
-    """Returns what to tell another rank of an error here: its sentence, or its kind and text."""
+    """Describes an error for another rank: its sentence, or its type and text."""
     said = in_a_sentence(error)
     return f"{type(error).__name__}: {error}".rstrip(": ") if said is None else said
 
 
 def readable(text: str) -> str:
-    """The text as a terminal may show it, and no longer than people read, whatever it quotes: a field of ten million
-    characters, say. A word that is too long loses its middle, as does a text that still is; the end stays, for there
-    messages say what to try."""
+    """Makes text safe and short for a terminal, whatever it quotes, such as a field of ten million characters.
+
+    Long words lose their middle, then long text does; the end stays, as it says what to try."""
     return _clipped(printable(_clipped(text)))
 
 
@@ -59,5 +59,5 @@ def _without_middle(text: str, most: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without what would steer a terminal: `\\x1b` in the place of an escape character."""
+    """Escapes characters that would control a terminal, such as `\\x1b`."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""The optimizers of tables, a record each: adding one that fbgemm has takes a record here, and nothing elsewhere.
+"""The optimizers of tables, one record each; another optimizer of fbgemm needs only a record here.
 
 OPTIMIZERS["adagrad"].state_shapes(rows=100, dim=16)      # {"momentum1": (100, 16)}
 TableOptimizerConfig(name="sgd", lr=0.1).record.fbgemm    # "EXACT_SGD"
@@ -18,9 +18,11 @@ from dlrm_autoshard.formats.section import Section
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """fbgemm: the name of its EmbOptimType. states: what is kept beside the weights, for each row or each element.
-    settings: those it takes beside the learning rate. devices: for which fbgemm has kernels. updates: False where the
-    backward pass leaves the weights as they are. replicates: copies on every rank are updated by it (replicas.py)."""
+    """Properties of a table optimizer.
+
+    fbgemm: its EmbOptimType. states: what it keeps beside the weights, per row or per element. settings: those it takes
+    beside the learning rate. devices: for which fbgemm has kernels. updates: False if backward leaves the weights
+    alone. replicates: copies on every rank can be updated with it (replicas.py)."""
 
     fbgemm: str
     states: Mapping[str, Literal["row", "element"]] = field(default_factory=dict)
@@ -31,11 +33,11 @@ class OptimizerRecord:
 
     @property
     def elementwise(self) -> bool:
-        """Whether columns are updated without regard to one another, so that splitting a table changes no bit."""
+        """Whether columns are updated independently, so that splitting a table changes no bit."""
         return "row" not in self.states.values()
 
     def state_shapes(self, rows: int, dim: int) -> dict[str, tuple[int, ...]]:
-        """Optimizer state by name: what a checkpoint or a move must carry beside the weight."""
+        """Returns shapes of the optimizer state by name, which checkpoints and moves carry beside the weight."""
         return {state: (rows,) if each == "row" else (rows, dim) for state, each in self.states.items()}
 
 
@@ -48,7 +50,7 @@ OPTIMIZERS: Mapping[str, OptimizerRecord] = {
     "adam": OptimizerRecord(
         "ADAM", {"momentum1": "element", "momentum2": "element"}, ("eps", "weight_decay"), ("cuda",)
     ),
-    "frozen": OptimizerRecord("EXACT_SGD", updates=False),  # fbgemm's lookup alone
+    "frozen": OptimizerRecord("EXACT_SGD", updates=False),  # lookup only
 }
 
 if TYPE_CHECKING:
@@ -63,18 +65,20 @@ class TableOptimizerConfig(Section):
     name: TableOptimizer = "rowwise_adagrad"
     lr: PositiveFloat = 0.02
     eps: NonNegativeFloat = 1e-8
-    # rowwise_adagrad: each part of a split table keeps its own sum of squares a row, which is another optimizer than
-    # one sum over all columns. false: no table is split. The others are elementwise: a split changes no bit.
+    # rowwise_adagrad: split tables, with a sum of squares per row of each shard, which differs from one sum over all
+    # columns. false: split no table. Other optimizers are elementwise: a split changes no bit.
     per_part: bool = False
-    # In steps that look a row up: times its weights, is added to its gradient (rowwise_adagrad); as AdamW's (adam).
+    # Added to the gradient of looked-up rows, times their weights (rowwise_adagrad); decoupled as in AdamW (adam).
     weight_decay: NonNegativeFloat = 0.0
-    max_gradient: PositiveFloat | None = None  # of each number of a pooled vector's gradient; what is beyond is cut
+    max_gradient: PositiveFloat | None = (
+        None  # limit of each number of a pooled vector's gradient; larger ones are clipped
+    )
 
     @pydantic.model_validator(mode="after")
     def _has_weight_decay(self) -> TableOptimizerConfig:
         if self.weight_decay and "weight_decay" not in self.record.settings:
             able = " and ".join(name for name, own in OPTIMIZERS.items() if "weight_decay" in own.settings)
-            raise ValueError(f"weight_decay of tables is {able}'s; '{self.name}' has none")
+            raise ValueError(f"only {able} have weight_decay for tables; '{self.name}' has none")
         return self
 
     @property
@@ -87,7 +91,7 @@ class TableOptimizerConfig(Section):
 
 
 class OptimizerChanges(Section):
-    """Keys of an optimizer that are not those of the other tables' one."""
+    """Keys of an optimizer that differ from the common one."""
 
     name: TableOptimizer | None = None
     lr: PositiveFloat | None = None

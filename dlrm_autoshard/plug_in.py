@@ -1,7 +1,7 @@
-"""Users' own code, named in the YAML as a file or a module, and what to take from it.
+"""Loads users' code that the YAML names by file or module.
 
 load("clicks.py:Clicks", "data.factory")               # a file, from the working directory
-load("my_company.clicks:Clicks", "data.factory")       # anything that Python can import
+load("my_company.clicks:Clicks", "data.factory")       # an importable module
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _MARK = "__loaded_by_dlrm_autoshard__"
 
 
 class PlugInError(UserError):
-    """Users' code that can't be found or called: the message names the key, the place, and what is wrong with it."""
+    """Users' code cannot be found or called; the message names the key, the place and the problem."""
 
 
 def check_place(place: str, key: str) -> tuple[str, str]:
-    """Returns the module's file or name, and what to take from it; PlugInError where there is no such module. None of
-    its code is run. key: where the YAML names it, for messages."""
+    """Splits a place into file or module, and name, without running its code; PlugInError if there is no such module.
+
+    key: the YAML key, for messages."""
     where, colon, name = place.rpartition(":")
     if not (colon and where and name):
-        raise PlugInError(f"{key} is '{place}'; it has the form file.py:name or package.module:name.")
+        raise PlugInError(f"{key} is '{place}'; it must have the form file.py:name or package.module:name.")
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise PlugInError(f"{key}: there is no file '{where}' (from '{Path.cwd()}').")
     else:
-        if str(Path.cwd()) not in sys.path:  # as for `python -m`, whoever started this process
+        if str(Path.cwd()) not in sys.path:  # as `python -m` does
             sys.path.append(str(Path.cwd()))
         top = where.partition(".")[0]
         if not top or (top not in sys.modules and importlib.util.find_spec(top) is None):
@@ -46,8 +47,8 @@ def check_place(place: str, key: str) -> tuple[str, str]:
 
 
 def load(place: str, key: str) -> Callable[..., Any]:
-    """The callable at `place`; key: where the YAML names it, for messages. What fails in the code itself is raised as
-    it is: its traceback says more than we could."""
+    """Returns the callable at `place`. key: the YAML key, for messages. Errors of the code itself are passed on
+    unchanged, with their traceback."""
     where, name = check_place(place, key)
     module = _from_file(Path(where)) if where.endswith(".py") else _from_module(where, key)
     setattr(module, _MARK, True)
@@ -58,15 +59,15 @@ def load(place: str, key: str) -> Callable[..., Any]:
 
 
 def lies_in(place: str, folder: Path) -> bool:
-    """Whether loading `place` would execute code that lies in the folder. Executes none of it."""
+    """Returns whether loading `place` would run code in the folder; runs none."""
     where, root = place.rpartition(":")[0], folder.resolve()
     if where.endswith(".py"):
         return Path(where).resolve().is_relative_to(root)
-    for end in [*re.finditer(r"\.|$", where)]:  # a package's own code runs before its modules are looked for
+    for end in [*re.finditer(r"\.|$", where)]:  # finding a module runs the code of its packages
         try:
             found = importlib.util.find_spec(where[: end.start()])
         except (ImportError, ValueError):
-            return False  # `load` says what is wrong with it
+            return False  # `load` will report it
         if found is None:
             return False
         places = [
@@ -79,26 +80,26 @@ def lies_in(place: str, folder: Path) -> bool:
 
 
 def takes(function: Callable[..., Any], option: str) -> bool:
-    """Whether it has a parameter of that name, or takes any."""
+    """Returns whether the function has that parameter, or takes any keyword."""
     parameters = inspect.signature(function).parameters
     return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) -> Any:
-    """function(*given, **options), where it takes them. key: of the options, for messages."""
+    """Calls function(*given, **options); PlugInError if the signature does not fit. key: of the options, for
+    messages."""
     try:
         inspect.signature(function).bind(*given, **options)
     except TypeError as error:
         raise PlugInError(
-            f"{key}: {getattr(function, '__name__', function)}{inspect.signature(function)} can't be called with "
-            f"{len(given)} arguments of ours and the options {', '.join(options) or '(none)'}: {error}."
+            f"{key}: {getattr(function, '__name__', function)}{inspect.signature(function)} cannot be called with "
+            f"{len(given)} positional arguments and the options {', '.join(options) or '(none)'}: {error}."
         ) from None
     return function(*given, **options)
 
 
 def own_traceback(error: BaseException) -> str | None:
-    """Returns the error with the frames from users' own code on, innermost last, without those of ours that led there;
-    None where it came through nothing that `load` has loaded."""
+    """Returns the error with its traceback from users' code on; None if no loaded code is involved."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((number for number, frame in enumerate(frames) if _is_loaded(frame.filename)), None)
     if first is None:
@@ -109,7 +110,7 @@ def own_traceback(error: BaseException) -> str | None:
 
 
 def _is_loaded(file: str) -> bool:
-    """Whether it is the file of a module that `load` has loaded, or one beside it or of its package."""
+    """Returns whether the file is a module that `load` loaded, or lies beside it or in its package."""
     for module in [module for module in sys.modules.values() if _MARK in getattr(module, "__dict__", ())]:
         own = module.__file__ or "?"
         beside = Path(file).is_relative_to(Path(own).parent)
@@ -124,15 +125,15 @@ def _of_a_library(file: str) -> bool:
 
 
 def _from_file(path: Path) -> ModuleType:
-    where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # files of one name are several modules
+    where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # files of one name are different modules
     name = f"dlrm_autoshard_plug_in.{path.stem}_{where}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    setattr(module, _MARK, True)  # before it runs: it may fail then
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    setattr(module, _MARK, True)  # before it runs, which may fail
+    sys.modules[name] = module  # dataclasses and pickle look it up here
     if str(path.parent.resolve()) not in sys.path:
-        sys.path.append(str(path.parent.resolve()))  # it may import its neighbours
+        sys.path.append(str(path.parent.resolve()))  # so that it can import its neighbours
     spec.loader.exec_module(module)
     return module
 
@@ -142,7 +143,7 @@ def _from_module(name: str, key: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # found, but it imports what isn't there
+            raise  # the module was found, but one of its own imports was not
         raise _no_module(name, key) from None
 
 

@@ -203,7 +203,7 @@ def test_a_custom_source_is_put_in_order_too() -> None:
     assert there.parallel_reads and not hasattr(there, "place")  # type: ignore[attr-defined]
     named = Odd("abc")
     named.dense_names = ("x",)  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=r"dense columns: columns without names, .* the data have 'x'"):
+    with pytest.raises(DataError, match=r"dense columns: columns without names, .* the data has 'x'"):
         in_order(named, wanted, {}, "the model")
 
 

@@ -87,7 +87,7 @@ def test_the_pages_example_trains_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place, says",
     [
-        ("clicks.py", "has the form file.py:name"),
+        ("clicks.py", "must have the form file.py:name"),
         ("nowhere.py:Clicks", "there is no file 'nowhere.py'"),
         ("no_such_module_at_all.x:Clicks", "finds no module 'no_such_module_at_all.x'"),
         ("json:Clicks", "'json' has no function or class 'Clicks'"),

@@ -143,7 +143,7 @@ def test_longer_lists_keep_their_newest_or_oldest_ids(keep: Any, left: list[int]
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     unpooled = {"sequences": {"item": {"max_length": 5}}}
-    with pytest.raises(ConfigError, match=r"tables.sequences has 'item', and the built-in DLRM pools every feature"):
+    with pytest.raises(ConfigError, match=r"tables.sequences has 'item', but the built-in DLRM pools every feature"):
         config(tmp_path, tables=unpooled)
     with pytest.raises(ConfigError, match=r"'tables.sequences.item.max_length' is 0"):
         config(tmp_path, tables={"sequences": {"item": {"max_length": 0}}}, model={"factory": TOWER})
