@@ -262,7 +262,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_last_good_one(tmp_path: Path) 
     for left, [message] in run_ranks(run_out_of_disk, 2, tmp_path):
         assert left == ["step_00000001"]
         assert "step_00000002' cannot be written: File too large (rank 1 on '" in message
-        assert "newest whole one: " in message and "checkpoint.on_error: warn" in message
+        assert "newest complete one: " in message and "checkpoint.on_error: warn" in message
 
 
 def move_checkpoints_elsewhere(rank: int, world_size: int, folder: Path) -> list[str]:

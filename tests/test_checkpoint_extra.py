@@ -140,5 +140,5 @@ def test_what_is_no_json_is_a_sentence(content: bytes, tmp_path: Path) -> None:
          "extra": bytes_digest(content), "tensors": {}}
     )  # fmt: skip
     (checkpoint / MANIFEST).write_bytes(manifest.to_bytes())
-    with pytest.raises(UserError, match="holds no JSON that a job writes"):
+    with pytest.raises(UserError, match="holds JSON that no job writes"):
         read_extra(checkpoint, read_manifest(checkpoint))

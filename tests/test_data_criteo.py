@@ -93,7 +93,7 @@ def test_days_that_nothing_is_trained_on_are_all_for_testing(
     [
         ({"train_days": [0, 1], "test_days": [1, 2]}, r"both have days \[1\]: .* Remove them from one"),
         ({"train_days": [], "test_days": []}, r"nothing to train on\. Days \[\] of .* \[\] for testing"),
-        ({"test_days": [0, 1, 2]}, r"nothing to train on\. Days \[\] of .* \[0, 1, 2\] to test on"),
+        ({"test_days": [0, 1, 2]}, r"nothing to train on\. Days \[\] of .* \[0, 1, 2\] for testing"),
     ],
 )
 def test_days_that_cannot_be_trained_on_are_named(folder: Path, keys: dict[str, list[int]], said: str) -> None:

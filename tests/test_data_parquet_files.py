@@ -97,7 +97,10 @@ DATA: dict[str, Any] = {
         ),
         ({"dense": ["x", "y", "x"]}, "column 'x' is in data.dense 2 times"),
         ({"tables": DATA["tables"] * 2}, "column 'user' is in data.tables 2 times"),
-        ({"tables": [{"column": "user", "num_embeddings": 9, "weights": "user"}]}, "'user' of data.tables is named as its own"),
+        (
+            {"tables": [{"column": "user", "num_embeddings": 9, "weights": "user"}]},
+            "'user' of data.tables is named as its own",
+        ),
     ],
 )
 def test_a_column_that_would_leak_or_is_there_twice_is_named(keys: dict[str, Any], said: str) -> None:

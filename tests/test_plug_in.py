@@ -225,5 +225,5 @@ def test_an_error_in_code_of_ones_own_shows_its_own_frames(
 def test_a_callback_that_fails_ends_no_training(tmp_path: Path) -> None:
     done = own_job(tmp_path, callbacks=["mine.py:Tracker"], train={"batch_size": 64, "log_every_steps": 1})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Tracker fails, and is told nothing more: ConnectionError: no dashboard answers") == 1
+    assert done.stdout.count("Tracker failed and will not be called again: ConnectionError: no dashboard answers") == 1
     assert (tmp_path / "runs/job/result.json").exists()

@@ -230,7 +230,7 @@ def no_val(rank: int, world_size: int, folder: Path) -> str:
 
 def test_nothing_is_chosen_by_the_test_split(tmp_path: Path) -> None:
     assert (
-        "choose by evaluations on the val split, and this data has no val samples" in run_ranks(no_val, 1, tmp_path)[0]
+        "choose by evaluations on the val split, but this data has no val samples" in run_ranks(no_val, 1, tmp_path)[0]
     )
 
 

@@ -109,7 +109,7 @@ def test_a_checkpoints_plan_that_splits_more_than_is_allowed_by_now_is_not_taken
     ]  # fmt: skip
     for sums, parts, most in run_ranks(resumed, 2, again, timeout=120):
         for plan, notes in (sums, parts):
-            assert not plan.split_tables and any("tables were placed anew" in note for note in notes)
+            assert not plan.split_tables and any("tables were placed again" in note for note in notes)
         assert most[0].rank_of == SPLIT and not most[1]
 
 

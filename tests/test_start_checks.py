@@ -87,7 +87,7 @@ def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks:
     [
         ({}, {"steps": 1000, "interval": 100}, None),
         ({}, {"steps": 100, "interval": 100}, r"after 100 steps, and 100 are left. Set autoshard.reshard.every_steps"),
-        ({}, {"steps": 3, "interval": 100}, r"an epoch has 3 steps, and the first 5 are never measured"),
+        ({}, {"steps": 3, "interval": 100}, r"an epoch has 3 steps, and the first 5 are never sampled"),
         ({"profile": {"enabled": False}}, {"steps": 1000, "interval": 100}, r"nothing is measured \(profile.enabled"),
         ({"autoshard": {"enabled": False}}, {"steps": 3, "interval": 100}, None),
         ({}, {"steps": 3, "interval": 100, "ranks": 1}, None),

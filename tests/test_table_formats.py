@@ -266,7 +266,7 @@ def test_settings_of_a_table_are_resolved() -> None:
         ({"dtpye": "fp16"}, "unknown key 'tables.per_table.item.dtpye'. Did you mean 'tables.per_table.item.dtype'?"),
         ({"dim": 7}, "tables.per_table.item.dim is 7; fbgemm needs a multiple of 4 (try 8)"),
         ({"dtype": "fp8"}, "'tables.per_table.item.dtype' is 'fp8'; it must be one of fp32, fp16."),
-        ({"frozen": True, "lr": 0.1}, "tables.per_table.item is frozen, and has tables.per_table.item.lr: leave one"),
+        ({"frozen": True, "lr": 0.1}, "tables.per_table.item is frozen, but has tables.per_table.item.lr: leave one"),
         ({"frozen": True, "optimizer": {"name": "sgd"}}, "has tables.per_table.item.optimizer: leave one of them out"),
         ({"lr": 0.1, "optimizer": {"lr": 0.2}}, "tables.per_table.item has lr and optimizer.lr: leave one out"),
         ({"optimizer": "sgd"}, "'tables.per_table.item.optimizer' is 'sgd'; it is a section."),
@@ -285,5 +285,5 @@ def test_a_wrong_setting_of_a_table_is_said(own: dict[str, Any], said: str) -> N
 
 
 def test_two_settings_of_one_thing_are_refused() -> None:
-    with pytest.raises(UserError, match=r"tables.per_table.item.dim and tables.embedding_dims.item are of one table"):
+    with pytest.raises(UserError, match=r"tables.per_table.item.dim and tables.embedding_dims.item set the same"):
         parse_sections(tables={"embedding_dims": {"item": 8}, "per_table": {"item": {"dim": 16}}})

@@ -145,7 +145,7 @@ def test_what_is_asked_of_plans_may_change_when_a_run_is_resumed(tmp_path: Path)
         pinned = longer.model_copy(update={"autoshard": asked})
         for notes, placed, finished in run_ranks(resume_elsewhere, 2, tmp_path, pinned, timeout=60):
             assert placed == rank and not finished
-            assert ("tables were placed anew" in " ".join(notes)) == anew
+            assert ("tables were placed again" in " ".join(notes)) == anew
 
 
 def costs_after_resuming(rank: int, world_size: int, run_dir: Path, made_with: Config) -> tuple[str, int] | None:

@@ -1,1 +1,1 @@
-"""The trainer: everything put together, its state, checkpoints and records."""
+"""The trainer: its parts, state, checkpoints and records."""

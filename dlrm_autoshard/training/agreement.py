@@ -1,7 +1,7 @@
-"""Before the first step: all ranks see one run directory, and run one code under one config.
+"""Checks before the first step that all ranks share one run directory, run the same code, and have the same config.
 
-agree(config, runtime)                  # UserError, on every rank, names the key and the rank that differ
-check_shared(run_dir, runtime)          # ... the host that does not see what rank 0 writes
+agree(config, runtime)                  # UserError on every rank; names the key and the rank that differ
+check_shared(run_dir, runtime)          # names the host that does not see rank 0's files
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from dlrm_autoshard.formats.yaml_file import flat
 
 _NOTE = ".seen_by_all_ranks"
 _PATIENCE_SECONDS = 10.0
-"""Seconds that a network file system may take to show one host what another has written."""
+"""Seconds to wait until a network file system shows one host what another wrote."""
 
 
 def agree(config: Config, runtime: Runtime) -> None:
-    """DisagreementError where configs, dlrm_autoshard's code or torch differ between ranks."""
+    """Raises DisagreementError if configs, dlrm_autoshard's code or torch differ between ranks."""
     mine = {**dict(flat(config.model_dump(mode="json"))), "dlrm_autoshard": code_digest(), "torch": torch.__version__}
     everybody = runtime.all_gather((platform.node(), mine))
     found = difference([facts for _, facts in everybody])
     if found is not None:
-        cure = "Install one version everywhere" if found.fact in ("dlrm_autoshard", "torch") else "Give all one config"
+        cure = (
+            "Install the same version everywhere"
+            if found.fact in ("dlrm_autoshard", "torch")
+            else "Give all one config"
+        )
         rank = found.ranks[0]
         raise DisagreementError(
             f"rank {rank} on '{everybody[rank][0]}' has {found.fact} {found.value!r}, rank 0 has {found.first!r}. "
@@ -41,7 +45,7 @@ def agree(config: Config, runtime: Runtime) -> None:
 
 
 def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:
-    """Gives all ranks rank 0's dense weights; DisagreementError where they are of other names, shapes or order."""
+    """Copies rank 0's dense weights to all ranks; DisagreementError if names, shapes or order differ."""
     mine = {name: f"{value.dtype} {list(value.shape)}" for name, value in dense.named_tensors()}
     everybody = runtime.all_gather(mine)
     if (found := difference(everybody)) is not None:
@@ -51,16 +55,16 @@ def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:
         )
     for rank, other in enumerate(everybody):
         for name, instead in zip(everybody[0], other, strict=True):
-            if name != instead:  # gradients are summed by place
+            if name != instead:  # gradients are summed by position
                 raise DisagreementError(
                     f"the model of rank {rank} has {instead} where rank 0's has {name}. model.factory must add its "
-                    "layers in the same order on every rank: not by going over a set."
+                    "layers in the same order on every rank, for example not by iterating over a set."
                 )
     dense.broadcast()
 
 
 def check_shared(run_dir: Path, runtime: Runtime) -> None:
-    """DisagreementError where a rank does not see in `run_dir` what rank 0 writes there."""
+    """Raises DisagreementError if a rank does not see what rank 0 writes to `run_dir`."""
     note = run_dir / _NOTE
     nonce = secrets.token_hex(8)
     if runtime.rank == 0:
@@ -80,7 +84,7 @@ def check_shared(run_dir: Path, runtime: Runtime) -> None:
 
 
 def code_digest() -> str:
-    """Digest of every source file of the package."""
+    """Returns a digest of every source file of the package."""
     digest, package = hashlib.blake2b(digest_size=6), Path(dlrm_autoshard.__file__).parent
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())

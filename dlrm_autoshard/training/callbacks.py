@@ -1,8 +1,8 @@
-"""Where figures go beside the run's own files: TensorBoard, W&B, MLflow, or what a user names in `callbacks:`.
+"""Sends a run's figures to TensorBoard, W&B, MLflow, or a user's class named in `callbacks:`.
 
 callbacks: [tensorboard, "my_company.tracking:Tracker"]         # called as Tracker(run_dir, config), on rank 0
 
-They get what the run's files get, so what a dashboard shows is what the report shows.
+They receive what the run's files receive, so dashboards and the report agree.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ _NOT_METRICS = ("schema", "step", "epoch", "split")
 
 
 class Callback(Protocol):
-    """Interface of a callback: each name in `callbacks:` makes one, on rank 0; methods are called between training
-    steps."""
+    """Interface of a callback. Rank 0 makes one per name in `callbacks:` and calls it between training steps."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """values: by names such as `train/logloss` and `stage/fwd_compute/slowest` (ms)."""
+        """Receives values at a step, by names such as `train/logloss` and `stage/fwd_compute/slowest` (ms)."""
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """result: what result.json holds. Not called where a job fails."""
+        """Receives result.json at the end; not called if the job fails."""
 
 
 class TensorBoard:
-    """TensorBoard's files. Lines that an earlier start wrote of steps that are done again are purged."""
+    """Writes TensorBoard's files; purges lines of an earlier start for steps that are trained again."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +44,7 @@ class TensorBoard:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
-            evaluated = all(name.startswith(("val/", "test/")) for name in values)  # after that step's other figures
+            evaluated = all(name.startswith(("val/", "test/")) for name in values)  # keep that step's training figures
             self._writer = self._open(purge_step=step + evaluated)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -57,7 +56,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Project and mode are W&B's own settings: WANDB_PROJECT, WANDB_MODE=offline."""
+    """Sends to W&B; WANDB_PROJECT and WANDB_MODE=offline are W&B's own settings."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         import wandb
@@ -73,7 +72,7 @@ class WandB:
 
 
 class MLflow:
-    """Server and experiment are MLflow's own settings: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    """Sends to MLflow; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are MLflow's own settings."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         import mlflow
@@ -95,7 +94,7 @@ READY: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow
 
 
 def check_callbacks(names: Sequence[str]) -> None:
-    """UserError where one is not installed or not there. None of their code is run."""
+    """Raises UserError if a callback is missing or not installed; runs none of their code."""
     for name in names:
         if name in READY:
             if importlib.util.find_spec(name) is None:
@@ -111,7 +110,7 @@ def check_callbacks(names: Sequence[str]) -> None:
 
 
 def find_callbacks(names: Sequence[str]) -> list[Factory]:
-    """Returns what makes each of them. UserError where one is not installed or not there."""
+    """Returns a factory per callback; UserError if one is missing or not installed."""
     check_callbacks(names)
     return [
         partial(_start, name) if name in READY else partial(call, load(name, "callbacks"), "callbacks")
@@ -122,12 +121,12 @@ def find_callbacks(names: Sequence[str]) -> list[Factory]:
 def _start(name: str, run_dir: Path, config: Config) -> Callback:
     try:
         return READY[name](run_dir, config)
-    except Exception as error:  # of a service that does not answer, or is not set up
+    except Exception as error:  # the service does not answer, or is not set up
         raise UserError(f"callbacks: '{name}' cannot start: {error}") from error
 
 
 def metric_scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns a line of metrics.jsonl as scalars: train/logloss and the like."""
+    """Returns a line of metrics.jsonl as scalars such as train/logloss."""
     return {
         f"{line['split']}/{name}": value
         for name, value in line.items()
@@ -136,7 +135,8 @@ def metric_scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def profile_scalars(profile: IntervalProfile) -> dict[str, float]:
-    """Returns a profile as scalars: each stage's slowest and mean rank, waits, balance, prediction error."""
+    """Returns an interval's profile as scalars: each stage's slowest and mean rank, waits, balance, prediction
+    error."""
     values = {}
     for name, times in [*profile.stage_ms.items(), ("wait", total_wait_ms(profile))]:
         values[f"stage/{name}/slowest"] = max(times)

@@ -1,4 +1,4 @@
-"""A job's samples: columns in the order in which its model takes them, batches for this rank, and steps counted.
+"""A job's samples: columns in the model's order, this rank's batches, and numbers of steps.
 
 data = TrainingData(source, config, runtime)
 with data.batches("train", epoch=0) as loader: ...
@@ -19,7 +19,7 @@ from dlrm_autoshard.training.state import Position, in_trained_order
 
 
 class TrainingData:
-    """global_batch: samples that one step takes, over all ranks."""
+    """A job's data. global_batch: samples per step over all ranks."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class TrainingData:
         *,
         labelled: bool = True,
     ) -> None:
-        """checkpoint: whose order of columns is kept. labelled: False where nobody reads labels."""
+        """checkpoint: keep its order of columns. labelled: False if labels are not needed."""
         self.source, self.columns = in_trained_order(source, config.tables.shared, checkpoint)
         self.reordered = self.source is not source
         self.features = Features.of(self.source.tables, config.tables.shared, config.tables.sequences)
@@ -40,7 +40,7 @@ class TrainingData:
 
     @property
     def samples(self) -> int:
-        """Those to train on, in one epoch."""
+        """Number of training samples per epoch."""
         return self.source.num_samples("train")
 
     @property
@@ -48,7 +48,7 @@ class TrainingData:
         return -(-self.samples // self.global_batch)
 
     def count_steps(self, position: Position) -> int:
-        """Those done there, and to come."""
+        """Returns the total number of steps: those done at `position` and those to come."""
         train, total = self._config.train, position.step
         if position.epoch < train.epochs:
             this_epoch = -(-(self.samples - position.sample) // self.global_batch)
@@ -56,12 +56,13 @@ class TrainingData:
         return total if train.max_steps is None else min(total, train.max_steps)
 
     def steps_of_interval(self, total: int) -> int:
-        """Where `reshard.every_steps` says nothing: an epoch's, or those of an equal part. total: of the job."""
+        """Returns steps per interval without `reshard.every_steps`: an epoch, or an equal part of it. total: of the
+        job."""
         epoch = self.steps_of_epoch
         return epoch if self._config.autoshard.reshard.every_epochs > 1 else steps_of_part(epoch, total)
 
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
-        """This rank's slices of an epoch."""
+        """Returns a loader of this rank's slices of an epoch."""
         train, data, runtime = self._config.train, self._config.data, self._runtime
         return Loader(
             self.source,

@@ -1,6 +1,6 @@
-"""Shows rank 0's progress: a bar in a terminal, a line now and then elsewhere.
+"""Shows rank 0's progress: a bar in a terminal, otherwise occasional lines.
 
-All lines are Python's logging, under the name `dlrm_autoshard`: add a handler to it to have them elsewhere too.
+Lines go through Python's logger `dlrm_autoshard`; add a handler to it to send them elsewhere, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOG = logging.getLogger("dlrm_autoshard")
 
 
 class _OnConsole(logging.Handler):
-    """Lines above the progress bar, not through it; in a terminal broken between words, elsewhere whole."""
+    """Prints log lines above the progress bar; wraps them in a terminal only."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _OnConsole(logging.Handler):
 
 
 class Display:
-    """`with Display(active, total_steps, first_step) as display: display.step(loss)`."""
+    """Shows progress: `with Display(active, total_steps, first_step) as display: display.step(loss)`."""
 
     def __init__(self, active: bool, total_steps: int, done: int = 0, level: str = "info") -> None:
         """level: lines below it are not shown."""
@@ -40,7 +40,7 @@ class Display:
         self._handler = _OnConsole(self.console) if active else logging.NullHandler()
         self._total_steps, self._first_done = total_steps, done
         self._last_done, self._last_time = done, time.perf_counter()
-        self._apart = self._apart_before = 0.0  # seconds that were no training: since the last line, and before it
+        self._apart = self._apart_before = 0.0  # seconds without training: since the last line, and before it
         LOG.setLevel(level.upper())
         self._bar: Progress | None = None
         if active and self.console.file.isatty():
@@ -51,13 +51,13 @@ class Display:
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
                 console=self.console,
-                refresh_per_second=2,  # a thread on rank 0's own core draws it: seldom, for it takes from the step
+                refresh_per_second=2,  # drawn by a thread on rank 0's core, which takes time from the step
             )
             self._task = self._bar.add_task("training", total=total_steps, completed=done, note="")
 
     def __enter__(self) -> Display:
         LOG.addHandler(self._handler)
-        LOG.propagate = False  # libraries that training imports give the root logger a handler of their own
+        LOG.propagate = False  # libraries that training imports add handlers to the root logger
         if self._bar is not None:
             self._bar.start()
         return self
@@ -79,12 +79,12 @@ class Display:
         LOG.info(text)
 
     def exclude(self, seconds: float) -> None:
-        """They were spent between two steps, on an evaluation, say."""
+        """Leaves out seconds spent between two steps, such as on an evaluation."""
         self._apart += seconds
 
     def progress(self, done: int, loss: float, batch_size: int) -> float:
-        """Returns the examples/s of the steps since the last call, and shows a line to those who see no bar, with an
-        eta that allows for as much time between steps as there was so far.
+        """Returns examples/s since the last call. Without a bar, prints a line whose eta assumes as much time between
+        steps as so far.
 
         done: steps. batch_size: over all ranks.
         """
@@ -100,12 +100,12 @@ class Display:
         return speed
 
     def show(self, renderable: RenderableType) -> None:
-        """A table, at the terminal's width."""
+        """Prints a table at the terminal's width."""
         self.console.print(renderable, soft_wrap=False)
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """'auc 0.7901  logloss 0.5512', in the order people expect them; and each task's AUC, where there are several."""
+    """Formats metrics, 'auc 0.7901  logloss 0.5512', with each task's AUC if there are several."""
     tasks = [name for name in metrics if name.startswith("auc.")]
     order = ("auc", *tasks, "logloss", "ne", "calibration", "accuracy")
     said = [f"{name} {metrics[name]:.4f}" for name in order if name in metrics]

@@ -1,7 +1,7 @@
-"""Evaluations: predictions over a whole split by all ranks, their metrics, and what follows from them in a job.
+"""Evaluates a whole split on all ranks, computes metrics, and keeps the best checkpoint.
 
 evaluations = Evaluations(job, log, saver, signals)
-evaluations.evaluate("val")             # in evaluations.metrics, metrics.jsonl and a line; keeps the best checkpoint
+evaluations.evaluate("val")             # to evaluations.metrics, metrics.jsonl and a line; keeps the best checkpoint
 
 Metrics are exact: predictions are gathered, not metrics averaged.
 """
@@ -33,8 +33,8 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class Evaluations:
-    """Methods are collectives. metrics: the last evaluation's; step: the one after which it was. best_on_test: metrics
-    of the best checkpoint, where that is not the last."""
+    """A job's evaluations; methods are collectives. metrics, step: of the last evaluation. best_on_test: metrics of the
+    best checkpoint, if it is not the last."""
 
     def __init__(self, job: Job, log: RunLog, saver: Saver, signals: StopSignals) -> None:
         self._job, self._log, self._saver, self._signals = job, log, saver, signals
@@ -44,8 +44,8 @@ class Evaluations:
 
     @property
     def due(self) -> bool:
-        """Whether to evaluate after this step: after an epoch and every so many steps; after the last one where
-        something is chosen by it."""
+        """Whether to evaluate after this step: after an epoch, every `eval_every_steps`, and after the last step if it
+        chooses a checkpoint."""
         job, every = self._job, self._job.config.train.eval_every_steps
         position = job.position
         due = position.sample == 0 or job.out_of_steps or (every is not None and position.step % every == 0)
@@ -53,7 +53,7 @@ class Evaluations:
         return due and self.step != position.step and not last
 
     def evaluate(self, split: Split | None = None) -> None:
-        """split: val if not said, or test where there is no val."""
+        """Evaluates a split: by default val, or test if there is no val."""
         position, source = self._job.position, self._job.data.source
         split = split or ("val" if source.num_samples("val") else "test")
         if source.num_samples(split) == 0:
@@ -67,11 +67,11 @@ class Evaluations:
             self.select()
 
     def select(self) -> None:
-        """Keeps the checkpoint of the best evaluation, and says so where training ends early."""
+        """Keeps the checkpoint of the best evaluation; says if training ends early."""
         selection, step = self._job.selection, self._job.position.step
         best = selection.kept is not None and selection.kept.improves(step, self.metrics)
         if best:
-            self._saver.save_this_step()  # as before this evaluation: what goes on from here makes it again
+            self._saver.save_this_step()  # before the evaluation counts: a job resumed from here evaluates again
         selection.add(step, self.metrics)
         if best:
             self._saver.point_best_at(step)
@@ -83,7 +83,7 @@ class Evaluations:
             )
 
     def know_best_again(self) -> None:
-        """Where the job goes on from the checkpoint that is the best: how good it is, later checkpoints know."""
+        """Evaluates again when a job resumes from the best checkpoint, which does not contain its own metric."""
         kept, resumed_from = self._job.selection.kept, self._job.resumed_from
         if kept is not None and resumed_from is not None:
             best = self._best()
@@ -91,8 +91,8 @@ class Evaluations:
                 kept.add(self._job.position.step, self._measured("val"))
 
     def evaluate_best(self) -> None:
-        """Evaluates the best checkpoint on the test split, where it is not the last one and can be read; its weights
-        are the model's from here on."""
+        """Evaluates the best checkpoint on the test split, if it is not the last and can be read. The model keeps its
+        weights afterwards."""
         kept = self._job.selection.kept
         if kept is None or kept.step == self._job.position.step:
             return
@@ -113,7 +113,7 @@ class Evaluations:
         return self._job.runtime.broadcast(self._job.checkpoints.best())
 
     def _measured(self, split: Split, *, to_the_end: bool = False) -> Mapping[str, float]:
-        """to_the_end: whoever asks the job to stop; its weights are not those to save then."""
+        """to_the_end: ignore requests to stop, as these weights must not be saved."""
         job = self._job
         job.dense.broadcast_buffers()
         with (
@@ -137,8 +137,10 @@ class Evaluations:
 def gathered_logits(
     model: DenseArch, bags: EmbeddingBags, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Gathers logits [S] and labels [S] (of several tasks [S, L]) of all samples, in the data's order, on rank 0, from
-    a model in evaluation mode. A collective. batches: this rank's slices, as many on every rank."""
+    """Gathers logits [S] and labels [S] ([S, L] for L tasks) of all samples in the data's order on rank 0. A
+    collective.
+
+    model: in evaluation mode. batches: this rank's slices, equally many on every rank."""
     logits, labels = [], []
     for batch in batches:
         logits.append(predict(model, bags, batch, autocast=autocast).cpu())
@@ -150,14 +152,14 @@ def gathered_logits(
 
 
 def _in_order(by_rank: Iterable[tuple[Tensor, list[int]]]) -> Tensor:
-    """Each rank's samples, and how many of them are of each batch, of which ranks have slices one after the other."""
+    """Merges ranks' samples into the data's order. by_rank: a rank's samples, and how many belong to each batch."""
     slices = [samples.split(sizes) for samples, sizes in by_rank]
     return torch.cat([of_rank for of_batch in zip(*slices, strict=True) for of_rank in of_batch])
 
 
 @contextmanager
 def evaluating(model: AnyModule) -> Iterator[AnyModule]:
-    """The model with Dropout off, and BatchNorm's running statistics; afterwards what was in training mode is again."""
+    """Yields the model in evaluation mode; restores modules that were in training mode."""
     training = [module for module in model.modules() if module.training]
     try:
         yield model.eval()
@@ -167,15 +169,15 @@ def evaluating(model: AnyModule) -> Iterator[AnyModule]:
 
 
 def metrics_of(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """logits, labels: [N], or [N, L] of L tasks of these names: `auc.click` is one's, `auc` the mean of all that have
-    it. Where one task's logits are not finite, there are no means."""
+    """Returns metrics. logits, labels: [N], or [N, L] of the named tasks: `auc.click` is of one task, `auc` the mean
+    over tasks that have it. There are no means if any logit is not finite."""
     if labels.ndim == 1:
         return binary_metrics(logits, labels)
     by_task = {name: binary_metrics(logits[:, task], labels[:, task]) for task, name in enumerate(names)}
     found = list(by_task.values())
     means: dict[str, float]
     if bad := sum(metrics.get("not_finite", 0.0) for metrics in found):
-        means = {"not_finite": bad}  # as of one task: the others' mean would pass for a better model's
+        means = {"not_finite": bad}  # the other tasks' mean would look like a better model
     else:
         means = {
             metric: sum(metrics[metric] for metrics in found if metric in metrics) / sum(metric in m for m in found)
@@ -185,25 +187,25 @@ def metrics_of(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str
 
 
 def binary_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """logits: [N]; labels: 0 or 1 [N], of all ranks.
+    """Returns metrics of logits [N] and labels [N] of 0 or 1, over all ranks.
 
-    ne: logloss over the entropy of the mean label (He et al. 2014, section 3); calibration: mean prediction over mean
-    label. Where only one class occurs, what is not defined is left out; where logits are not finite, nothing is but
-    their number, `not_finite`: AUC would rank them like any others.
+    ne: logloss / entropy of the mean label (He et al. 2014, section 3); calibration: mean prediction / mean label.
+    Undefined metrics are left out if there is only one class; if logits are not finite, only `not_finite`, their
+    number, is returned: AUC would rank them like any others.
     """
     if len(labels) == 0:
         return {}
     if bad := int((~torch.isfinite(logits)).sum()):
         return {"not_finite": float(bad)}
-    # Where torchvision and transformers are installed it loads them too: six seconds (of fifteen on one GPU machine)
-    # that no job's start needs, and no rank but the one that is here.
+    # Imported here because it loads torchvision and transformers, if installed: six of fifteen seconds on one machine,
+    # which only an evaluating rank should spend.
     from torchmetrics.functional.classification import binary_accuracy, binary_auroc
 
     logits, labels = logits.double(), labels.double()
     predictions = torch.sigmoid(logits)
-    # Ranked by logits: sigmoid is exactly 1 from 37 on, and would tie what the model tells apart.
+    # Ranked by logits, because sigmoid is exactly 1 from 37 on, which would make ties.
     order, rank_N = logits.unique(return_inverse=True)
-    # From logits: a sure and wrong prediction costs what it costs, where log(1 - sigmoid) would be cut off at 100.
+    # From logits, because log(1 - sigmoid) would be cut off at 100.
     logloss = float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels))
     result = {"logloss": logloss, "accuracy": float(binary_accuracy(predictions, labels.long()))}
     base = labels.mean()

@@ -1,6 +1,6 @@
-"""The parts of a training job on one rank, built in the order in which they depend on one another.
+"""Builds the parts of a training job on one rank, in the order of their dependencies.
 
-job = Job(config, runtime, run_dir)         # tables placed, model made, the newest checkpoint loaded: ready to train
+job = Job(config, runtime, run_dir)         # tables placed, model made, newest checkpoint loaded
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from dlrm_autoshard.training.state import Position, TrainingState, plan_of
 
 
 class Job:
-    """position: where training goes on. total_steps: those done (perhaps on another number of ranks) and to come.
+    """A job ready to train. position: where training starts. total_steps: done (perhaps on other ranks) and to come.
 
-    Of the run's files only decisions.jsonl is cut back to the checkpoint here, by what decides; a start that fails
-    leaves all others as they were.
+    Of the run's files only decisions.jsonl is truncated to the checkpoint here; if the start fails, the others are
+    unchanged.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Job:
         fall_back: bool = True,
         source: DataSource | None = None,
     ) -> None:
-        """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it. source:
-        the config's data, where they have been opened."""
+        """checkpoint: to start from, default the newest. fall_back: if it is damaged, use the one before. source: the
+        data, if already open."""
         joined = time.time()
         seed_all(config.run.seed, runtime.rank)
         source = source or open_source(config.data, config.tables)
@@ -100,7 +100,7 @@ class Job:
         self.notes += [*getattr(source, "remarks", []), *said_of_cuts(source)]
         self.data = TrainingData(source, config, runtime, self.resumed_from)
         if self.data.reordered:
-            self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
+            self.notes.append("The config orders columns differently than the checkpoint, whose order is kept.")
         self.replicated = runtime.from_rank_0(self._choose_replicated)
         self.rows_once = runtime.from_rank_0(self._choose_rows_once)
         self.dedup = self._choose_dedup()
@@ -162,7 +162,7 @@ class Job:
             self.position = self._resume(fall_back)
         check_position(self.position, self.data.source)
         samples, first = self.data.samples, self.position.sample
-        if first == samples:  # those that were left of the epoch are there no more
+        if first == samples:  # the epoch's remaining samples no longer exist
             self.position = Position(self.position.epoch + 1, 0, self.position.step)
         check_batch_norm(model, samples, first, self.data.global_batch, runtime.world_size)
         self.total_steps = self.data.count_steps(self.position)
@@ -188,8 +188,8 @@ class Job:
 
     @property
     def interval_due(self) -> bool:
-        """Whether an interval ends after this step: with an epoch and with the last step, and inside an epoch where
-        steps are named for it, or tables may move."""
+        """Whether an interval ends after this step: with an epoch, with the last step, every `reshard.every_steps`, or
+        within long epochs if tables may move."""
         position, every = self.position, self.config.autoshard.reshard.every_steps
         if position.sample == 0 or self.out_of_steps:
             return True
@@ -203,7 +203,7 @@ class Job:
         return replicated_of(self.config, self.data.features, self.runtime.world_size, before)
 
     def _choose_rows_once(self) -> bool:
-        """By the data's first samples, wherever training goes on, so that no bit depends on when it was stopped."""
+        """Decides by the data's first samples, so that resuming changes no bit."""
         config, data, runtime = self.config, self.data, self.runtime
         if config.tables.rows_once != "auto" or not data.features.sequences:
             return config.tables.rows_once is True
@@ -240,7 +240,7 @@ class Job:
         return choice.tables
 
     def _place(self) -> Placement:
-        """A plan for the tables: the checkpoint's, where it still fits."""
+        """Returns a plan for the tables: the checkpoint's, if it still fits."""
         config, runtime, data = self.config, self.runtime, self.data
         current = plan_of(self.resumed_from, data.features.tables)
         copies = [table for table in data.features.tables if table.name in self.replicated]
@@ -279,12 +279,12 @@ class Job:
             costs_dir=Path(config.run.dir) / ".costs",
         )
         if current is not None and placement.plan != current and current.world_size == runtime.world_size:
-            self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
+            self.notes.append("The checkpoint's plan no longer fits these settings: tables were placed again.")
         if current is not None and current.world_size != runtime.world_size:
             self.notes.append(
-                f"The checkpoint is of {current.world_size} rank(s), these are {runtime.world_size}: train.batch_size "
-                f"is of a rank, so the global batch is {data.global_batch:,} now. Learning rates, and schedules by "
-                "steps, are as configured."
+                f"The checkpoint is of {current.world_size} rank(s), this job has {runtime.world_size}: "
+                f"train.batch_size is per rank, so the global batch is {data.global_batch:,} now. Learning rates, and "
+                "schedules by steps, are as configured."
             )
         return placement
 

@@ -1,4 +1,4 @@
-"""A rank's random number generators (Python's, NumPy's, torch's and its GPU's): seeded, saved as JSON, restored."""
+"""Seeds, saves as JSON and restores a rank's random generators: Python's, NumPy's, torch's and its GPU's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dlrm_autoshard.formats.numbers import Finite
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Each rank's own stream, so that ranks do not drop the same units out."""
+    """Seeds each rank differently, so that ranks do not drop out the same units."""
     words = np.random.SeedSequence([seed % 2**64, rank]).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
-    torch.manual_seed(int(words[2]))  # of all GPUs too
+    torch.manual_seed(int(words[2]))  # seeds all GPUs, too
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every random generator that training may use, as JSON."""
+    """Returns the state of every random generator that training may use, as JSON."""
     version, words, gauss = random.getstate()
     generator = np.random.get_state(legacy=False)
     state = {
@@ -60,13 +60,13 @@ class RandomState(TypedDict):
 
 
 def check_random_state(state: Any) -> None:
-    """FormatError where it is none. The generators stay as they are: it is given to others."""
+    """Raises FormatError if the state is invalid; tries it on other generators, so these are unchanged."""
     found = checked(RandomState, state)
     try:
         _set(found, random.Random(), np.random.RandomState(), torch.Generator())
     except (TypeError, ValueError, RuntimeError, OverflowError, KeyError) as error:
         raise FormatError(
-            f"it is no state of a random number generator ({str(error).partition(chr(10))[0]})."
+            f"it is not a state of a random number generator ({str(error).partition(chr(10))[0]})."
         ) from None
 
 
@@ -78,7 +78,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _set(state: Mapping[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
-    """python: a `random.Random`, or the module; numpy: alike."""
+    """python: a `random.Random` or the module; numpy: a RandomState or the module."""
     version, words, gauss = state["python"]
     python.setstate((version, tuple(words), gauss))
     own = state["numpy"]

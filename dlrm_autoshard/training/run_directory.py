@@ -1,6 +1,6 @@
-"""Where a run writes: `runs/<name>/`, with `runs/latest` pointing at the newest.
+"""Finds or makes a run's directory `runs/<name>/`, with `runs/latest` pointing at the newest run.
 
-with claimed_run_dir(config, resume=None, job=frozenset()) as path:      # no other job can have it meanwhile
+with claimed_run_dir(config, resume=None, job=frozenset()) as path:      # no other job can use it meanwhile
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, behind_latest
 
-# In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
-# checkpoints/  report.html. `job.json` names the job whose run it is, and the --resume that it has obeyed: a start of
-# the same job, by whoever and wherever, continues the run.
+# A run directory has: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
+# checkpoints/  report.html. `job.json` names the job that writes the run and the --resume that it has followed; another
+# start of the same job, on any machine, continues the run.
 
 _LOCK, _JOB = ".lock", "job.json"
-_ENDING_SECONDS = 40.0  # that ranks of the job's last start may take to end, torchrun's patience with them included
+_ENDING_SECONDS = 40.0  # for ranks of the job's last start to end, including torchrun's grace period
 
 
 class RunDirectoryError(UserError):
-    """A run directory that cannot be made or found."""
+    """A run directory cannot be made or found."""
 
 
 @contextmanager
 def claimed_run_dir(
     config: Config, resume: str | None, job: Set[str] = frozenset(), obeyed: str | None = None
 ) -> Iterator[Path]:
-    """A new run's directory, or that of the run to continue; this job's alone until it ends, however it ends.
+    """Yields a new run's directory, or that of the run to continue, locked until this job ends.
 
-    job: what this job is known by, of all ranks (see `job_of_this_process`). Empty: it continues what it is told to.
-    obeyed: the --resume that an earlier start of this job has obeyed.
+    job: the names of this job on all ranks (see `job_of_this_process`). obeyed: the --resume that an earlier start of
+    this job has followed.
     """
     path = run_to_continue(config, resume, job)
     own = path is None or bool(job & job_of(path))
@@ -59,11 +59,11 @@ def claimed_run_dir(
             if lock is None:
                 raise RunDirectoryError(
                     f"another job ({(path / _LOCK).read_text().strip()}) is still writing to '{path}'. End it first, "
-                    "or leave --resume out to start a new run."
+                    "or leave out --resume to start a new run."
                 )
         else:
             path, lock = free_directory(config)
-        if own:  # another job's run stays that job's until this one has started in it
+        if own:  # another job's run stays its own until this job has started in it
             write_job(path, job, obeyed)
     except OSError as error:
         where = error.filename or path or config.run.dir
@@ -75,7 +75,7 @@ def claimed_run_dir(
 
 
 def check_run_dir(config: Config) -> None:
-    """UserError where the folder for runs neither is there nor can be made."""
+    """Raises UserError if the folder for runs neither exists nor can be made."""
     path = Path(config.run.dir).absolute()
     while not os.path.lexists(path):
         path = path.parent
@@ -87,12 +87,12 @@ def check_run_dir(config: Config) -> None:
 
 
 def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path | None:
-    """The directory that was asked for (""; the newest of the config's name), else the one that this job had before."""
+    """Returns the directory named by --resume (""; the newest of the config's name), else this job's earlier one."""
     if resume:
         if not (Path(resume) / "checkpoints").is_dir():
-            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
+            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave out --resume.")
         if CheckpointFolder(Path(resume) / "checkpoints").newest() is None:
-            raise RunDirectoryError(f"'{resume}' has no checkpoint to resume from. Leave --resume out.")
+            raise RunDirectoryError(f"'{resume}' has no checkpoint to resume from. Leave out --resume.")
         return behind_latest(Path(resume))
     earlier = earlier_runs(config)
     if resume == "":
@@ -107,8 +107,8 @@ def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path |
 
 
 def free_directory(config: Config) -> tuple[Path, int]:
-    """<dir>/<name>, or <name>-2, <name>-3 ... after the last run of that name; with its lock. The last one is taken
-    again where a failed start left it behind (by a mistake in the config, say)."""
+    """Returns a new directory <dir>/<name>, or <name>-2, <name>-3 ... after the last of that name, and its lock. Reuses
+    the last one if a failed start left it without records."""
     earlier = earlier_runs(config)
     number = _number(earlier[-1], config.run.name) if earlier else 1
     while True:
@@ -129,8 +129,8 @@ def _used(run: Path) -> bool:
 
 
 def refuse_links(run: Path) -> None:
-    """Refuses links in a run: through one somebody else's file would be overwritten. Only `checkpoints` may lie
-    elsewhere; W&B's folder, in which it makes links itself, is W&B's."""
+    """Refuses links in a run, through which another file would be overwritten. Only `checkpoints` may be one; W&B makes
+    links in its own folder."""
     for folder, folders, files in os.walk(run):
         for name in (*folders, *files):
             path = Path(folder, name)
@@ -143,8 +143,8 @@ def refuse_links(run: Path) -> None:
 
 
 def lock_directory(path: Path, patience: float = 0.0) -> int | None:
-    """The lock's file descriptor: the system lets go of it with the process. None where another job has it, also
-    after `patience` seconds."""
+    """Returns a file descriptor that holds the lock until the process ends; None if another job still has it after
+    `patience` seconds."""
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     deadline = time.monotonic() + patience
     while True:
@@ -166,14 +166,14 @@ def lock_directory(path: Path, patience: float = 0.0) -> int | None:
 
 
 def earlier_runs(config: Config) -> list[Path]:
-    """The directories of that name, oldest first: numbers are never given twice."""
+    """Returns the directories of that name, oldest first; numbers are never reused."""
     base, name = Path(config.run.dir), config.run.name
     found = [path for path in base.glob("*") if _number(path, name) and path.is_dir() and not path.is_symlink()]
     return sorted(found, key=lambda path: _number(path, name))
 
 
 def _of_another_name(run: Path, config: Config) -> bool:
-    """Whether <name>-2 is the first run of that very name, not the second one of <name>."""
+    """Returns whether <name>-2 is the first run of that very name instead of the second of <name>."""
     if run.name == config.run.name:
         return False
     try:
@@ -183,15 +183,16 @@ def _of_another_name(run: Path, config: Config) -> bool:
 
 
 def _number(path: Path, name: str) -> int:
-    """1 for <name>, n for <name>-n, 0 for all else."""
+    """Returns 1 for <name>, n for <name>-n, 0 for all others."""
     found = re.fullmatch(re.escape(name) + r"(-(?!1$)[1-9]\d*)?", path.name, re.ASCII)
     return 0 if found is None else int((found[1] or "-1")[1:])
 
 
 def job_of_this_process(number: int = 1) -> str | None:
-    """Returns the names of this rank's job: the id that torchrun was given (the same on all machines and in all
-    restarts); where it was given none, the torchrun process above this one, which outlives its ranks. A job without an
-    id is known by any torchrun process of it that is left. number: of the process's jobs, which come one by one."""
+    """Returns the name of this rank's job: torchrun's run id, which is the same on all machines and restarts; without
+    one, the parent torchrun process, which outlives its ranks.
+
+    A job without an id is known by any of its torchrun processes that is left. number: counts jobs of this process."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     if given is None:
         return None
@@ -199,7 +200,7 @@ def job_of_this_process(number: int = 1) -> str | None:
     if given not in ("", "none"):
         return f"id {given}{which}"
     above = os.getppid()
-    try:  # processes are numbered anew after a while, and after each boot
+    try:  # process numbers are reused after a while, and after each boot
         started = Path(f"/proc/{above}/stat").read_text().rsplit(")", 1)[1].split()[19]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -208,13 +209,15 @@ def job_of_this_process(number: int = 1) -> str | None:
 
 
 def job_of(run: Path) -> frozenset[str]:
-    """Returns the names of the job that wrote to this run last."""
+    """Returns the names of the job that last wrote to this run."""
     return _read_job(run)[0]
 
 
 def run_that_obeyed(config: Config, run: str | None, resume: str, job: Set[str]) -> Path | None:
-    """The run in which an earlier start of this job did what its --resume asks for, which is on the command line of
-    each start: the checkpoint may be gone by now, or another run be the newest. run: which `resume` names, if any."""
+    """Returns the run in which an earlier start of this job followed its --resume.
+
+    --resume is on the command line of every start, but its checkpoint may be gone by now, or another run be the newest.
+    run: the one that `resume` names, if any."""
     folders = {Path(config.run.dir).absolute(), Path(run or config.run.dir).absolute().parent}
     for path in (found.parent for folder in folders for found in folder.glob(f"*/{_JOB}")):
         known, obeyed = _read_job(path)
@@ -224,7 +227,7 @@ def run_that_obeyed(config: Config, run: str | None, resume: str, job: Set[str])
 
 
 def write_job(run: Path, job: Set[str], obeyed: str | None) -> None:
-    """Writes down by which names a run's job is known, and which --resume it has obeyed."""
+    """Records the job's names, and the --resume that it has followed."""
     write_whole(run / _JOB, json.dumps({"job": sorted(job), "resume": obeyed}) + "\n")
 
 
@@ -240,7 +243,7 @@ CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 
 
 def check_run(run: Path) -> None:
-    """UserError where `run` is not the directory of a run."""
+    """Raises UserError if `run` is not a run's directory."""
     if run.is_file():
         such_as = run.parent if (run.parent / ENVIRONMENT).is_file() else "runs/latest"
         raise RunDirectoryError(f"'{run}' is a file. Name a run's directory, such as {such_as}.")
@@ -249,13 +252,13 @@ def check_run(run: Path) -> None:
 
 
 def as_started(run: Path, config: Config) -> Config:
-    """The config with what it leaves open of parquet columns (`hash`) as the run's last start found it: files that are
-    of other types since are held against that, and rows stay those that were trained."""
+    """Completes `hash` of parquet columns as in the run's last start, so that rows stay those that were trained even if
+    files have other types since."""
     if not (isinstance(config.data, ParquetData) and (run / CONFIG).exists()):
         return config
     try:
         before = load_config(run / CONFIG).data
-    except ConfigError:  # damaged since: nothing that this start needs
+    except ConfigError:  # damaged since; this start does not need it
         return config
     known = {table.column: table.hash for table in before.tables} if isinstance(before, ParquetData) else {}
     tables = [
@@ -266,11 +269,10 @@ def as_started(run: Path, config: Config) -> Config:
 
 
 def record_start(run: Path, config: Config, world_size: int) -> None:
-    """Writes down what this start runs with. A start that fails before (another model's checkpoint, say) leaves the
-    run as it was; one that is killed in here leaves the earlier start's files or its own.
+    """Writes config.yaml and environment.json of this start, and moves an earlier start's to `starts/<when>/`.
 
-    config.yaml and environment.json are those of the latest start. A run that is continued keeps the earlier ones in
-    `starts/<when>/`, so that what a step was trained with can always be found out.
+    Called after everything that can fail, so a failed start changes nothing; a kill in here leaves the earlier files or
+    the new ones. The history shows what any step was trained with.
     """
     keep_earlier_start(run)
     write_whole(run / CONFIG, config.to_yaml())
@@ -279,7 +281,7 @@ def record_start(run: Path, config: Config, world_size: int) -> None:
 
 
 def keep_earlier_start(run: Path) -> None:
-    """Copies the config and environment of the run's last start to starts/<when>/."""
+    """Copies the last start's config and environment to starts/<when>/."""
     if not ((run / CONFIG).exists() and (run / ENVIRONMENT).exists()):
         return
     when = datetime.fromtimestamp((run / CONFIG).stat().st_mtime, timezone.utc)
@@ -290,11 +292,11 @@ def keep_earlier_start(run: Path) -> None:
 
 
 def point_latest_at(run: Path) -> None:
-    """`latest` beside the run; a link is replaced whole or not at all, by any number of jobs at once."""
+    """Points the link `latest` at the run; replaced atomically, also by several jobs at once."""
     latest = run.with_name("latest")
     if latest.is_dir() and not latest.is_symlink():
         raise RunDirectoryError(
-            f"'{latest}' is a folder (a copy of runs, perhaps); a link to the newest run is to be there. Rename it."
+            f"'{latest}' is a folder (a copied run, perhaps) where the link to the newest run should be. Rename it."
         )
     draft = run.with_name(f".latest-{secrets.token_hex(8)}")
     draft.symlink_to(run.name)
@@ -302,20 +304,20 @@ def point_latest_at(run: Path) -> None:
 
 
 def changes_since_last_start(run: Path) -> list[str]:
-    """'train.epochs 2 -> 4' for every key that this start's config has otherwise than the one before."""
+    """Returns 'train.epochs 2 -> 4' for every key that differs from the last start's config."""
     earlier = sorted((run / "starts").glob(f"*/{CONFIG}"))
     if not earlier:
         return []
     try:
         before, now = (dict(flat(read_yaml(path, "config file"))) for path in (earlier[-1], run / CONFIG))
-    except FormatError:  # damaged since: nothing that this start needs
+    except FormatError:  # damaged since; this start does not need it
         return []
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
 
 
 def environment(world_size: int) -> dict[str, object]:
-    """Versions, machine and command of this start."""
+    """Returns versions, machine and command of this start."""
     packages = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "torchmetrics", "dlrm_autoshard")
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Log of a running job: lines and a bar, metrics.jsonl, callbacks' figures, seconds by phase.
+"""Logs a running job: terminal lines and bar, metrics.jsonl, callbacks, seconds by phase.
 
 log = RunLog(job, callbacks)
 with log.display, log.timed("evaluation"): log.metrics("val", {"auc": 0.79})
@@ -48,22 +48,22 @@ _OF_MOVES = (
     *("step", "action", "moves", "bytes_moved", "predicted_gain"),
     *("measured_gain", "measured_low", "measured_high", "doubt"),
 )
-"""Keys of a decision that the result has of each move."""
+"""Keys of a decision that result.json keeps for each move."""
 
 
 class Journal:
-    """Does nothing on ranks where it is not `active`."""
+    """Writes a run's metrics and result, and calls callbacks; does nothing unless `active`."""
 
     def __init__(
         self, run_dir: Path, callbacks: Sequence[Callback] = (), *, active: bool, resumed_at: int | None = None
     ) -> None:
-        """resumed_at: the step after which an earlier start may have evaluated already."""
+        """resumed_at: the step that an earlier start may have evaluated already."""
         self._run_dir, self._callbacks, self._active, self._resumed_at = run_dir, list(callbacks), active, resumed_at
 
     def metrics(self, step: int, epoch: int, split: str, metrics: Mapping[str, float]) -> None:
         if self._active:
             path, line = self._run_dir / "metrics.jsonl", {"step": step, "epoch": epoch, "split": split, **metrics}
-            if step == self._resumed_at and split != "train":  # made again: it takes the earlier one's place
+            if step == self._resumed_at and split != "train":  # evaluated again: replace the earlier line
                 earlier = (step, split)
                 with lost_if_unwritable(path):
                     change_jsonl(path, lambda old: None if (old.get("step"), old.get("split")) == earlier else old)
@@ -71,7 +71,7 @@ class Journal:
             self._tell(step, metric_scalars(line))
 
     def profile(self, record: IntervalProfile) -> None:
-        """An interval's stages (`Intervals` has written its line already)."""
+        """Passes an interval's stages to callbacks (`Intervals` writes the line)."""
         self._tell(record.end_step, profile_scalars(record))
 
     def finish(
@@ -81,11 +81,11 @@ class Journal:
         best: BestSoFar | None = None,
         best_on_test: Mapping[str, float] | None = None,
     ) -> list[str]:
-        """Writes the result, then the report. Returns last words: what moves gained, and where the report is; of what
-        cannot be written or drawn a sentence, for the model is trained whatever becomes of its picture.
+        """Writes the result and the report. Returns last lines: what moves gained, and where the report is. A failure
+        to write or draw becomes a line, as the model is trained all the same.
 
-        seconds: by phase (`result.json` in SCHEMA.md). best: evaluation on val, where something is chosen by it.
-        best_on_test: that checkpoint's metrics there, where it is not the last.
+        seconds: by phase (`result.json` in SCHEMA.md). best: the best evaluation on val, if one is chosen.
+        best_on_test: that checkpoint's test metrics, if it is not the last.
         """
         if not self._active:
             return []
@@ -103,14 +103,14 @@ class Journal:
         self._call(lambda callback: callback.scalars(step, values))
 
     def _call(self, tell: Callable[[Callback], None]) -> None:
-        """Callbacks are told, and are no condition of training: one that fails is told no more."""
+        """Calls each callback; one that raises is dropped, and training goes on."""
         for callback in tuple(self._callbacks):
             try:
                 tell(callback)
-            except Exception as error:  # of a service that is down for a while, most often
+            except Exception as error:  # usually a service that is down
                 self._callbacks.remove(callback)
                 what = own_traceback(error) or f"{type(error).__name__}: {error}"
-                LOG.warning("callbacks: %s fails, and is told nothing more: %s", type(callback).__name__, what)
+                LOG.warning("callbacks: %s failed and will not be called again: %s", type(callback).__name__, what)
 
 
 def result_of(
@@ -120,7 +120,7 @@ def result_of(
     best: BestSoFar | None = None,
     best_on_test: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A finished run in one small object: what scripts and sweeps read."""
+    """Returns result.json: a finished run in a small object, for scripts and sweeps."""
     split, metrics = record.final_metrics() or (None, {})
     moves = [d for d in record.decisions if d.get("action") in ("moved", "rolled_back")]
     speeds = [line["throughput"] for line in record.metrics_of("train") if "throughput" in line]
@@ -140,7 +140,7 @@ def result_of(
 
 
 class RunLog:
-    """seconds: of this start, by phase. write_start: writes, on rank 0, what continuing a run needs."""
+    """Logs a job. seconds: of this start, by phase. write_start: writes on rank 0 what continuing the run needs."""
 
     def __init__(self, job: Job, callbacks: Sequence[Callback]) -> None:
         active, position = job.runtime.rank == 0, job.position
@@ -160,7 +160,7 @@ class RunLog:
         self.journal.metrics(position.step, position.epochs_done, split, metrics)
 
     def interval(self, ended: Ended) -> None:
-        """Says what was measured in it, and what was decided on that."""
+        """Logs an ended interval: what was measured, and the decision."""
         position, record = self._job.position, ended.record
         self.spent("resharding", ended.seconds)
         if record is not None:
@@ -182,13 +182,13 @@ class RunLog:
         self.spent(phase, time.perf_counter() - started)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Leaves seconds that are not training out of an interval's throughput, and of the speed that is shown."""
+        """Adds seconds to a phase and leaves them out of the interval's throughput and the displayed speed."""
         self.seconds[phase] += seconds
         self._job.intervals.exclude(seconds)
         self.display.exclude(seconds)
 
     def keep_folder(self) -> None:
-        """Says, on rank 0, where the run's directory was renamed or removed, and makes it again."""
+        """Warns on rank 0 if the run's directory was renamed or removed, and makes it again."""
         run_dir = self._job.run_dir
         if self._job.runtime.rank == 0 and self._folder.was_replaced():
             LOG.warning(REPLACED, run_dir)
@@ -197,7 +197,7 @@ class RunLog:
                 self.write_start()
 
     def finish(self, best_on_test: Mapping[str, float] | None) -> None:
-        """The result and the report, on rank 0, after training."""
+        """Writes the result and the report, on rank 0, after training."""
         job, seconds = self._job, self.seconds
         seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
         seconds |= job.start_seconds
@@ -207,7 +207,7 @@ class RunLog:
 
 
 def open_run(display: Display, job: Job) -> None:
-    """Says, and writes down, under which plan a job runs and on what evidence. On rank 0."""
+    """Prints and records the plan that a job runs under and why it was chosen. On rank 0."""
     placement, step, run_dir = job.placement, job.position.step, job.run_dir
     resumed = f", resumed at step {step}" + (": nothing is left to do" if job.finished else "") if step else ""
     display.line(
@@ -246,13 +246,13 @@ def open_run(display: Display, job: Job) -> None:
 
 
 def doubts_of(job: Job) -> list[str]:
-    """Returns sentences about settings that are allowed, and surely not what is wanted."""
+    """Returns warnings about settings that are allowed but surely unwanted."""
     config, samples, ranks = job.config, job.data.samples, job.runtime.world_size
     epoch, doubts = job.data.steps_of_epoch, []
     if samples < job.data.global_batch:
         doubts.append(
             f"A step takes {job.data.global_batch:,} samples ({config.train.batch_size:,} on each of {ranks} ranks), "
-            f"and there are {samples:,}: an epoch is one step, of fewer. Lower train.batch_size."
+            f"but there are {samples:,}: an epoch is a single, smaller step. Lower train.batch_size."
         )
     if not reshards(config.autoshard, ranks):
         return doubts
@@ -262,11 +262,11 @@ def doubts_of(job: Job) -> list[str]:
     elif min(epoch, left) <= config.profile.warmup_steps:
         doubts.append(
             f"No table will move: an epoch has {count(min(epoch, left), 'step')}, and the first "
-            f"{config.profile.warmup_steps} are never measured (profile.warmup_steps)."
+            f"{config.profile.warmup_steps} are never sampled (profile.warmup_steps)."
         )
     elif left <= interval:
         doubts.append(
-            f"No table is likely to move: that is decided after {count(interval, 'step')}, and {left:,} are left. "
-            "Set autoshard.reshard.every_steps to less."
+            f"No table is likely to move: the first decision comes after {count(interval, 'step')}, and {left:,} are "
+            "left. Lower autoshard.reshard.every_steps."
         )
     return doubts

@@ -1,7 +1,7 @@
-"""When and how a job keeps checkpoints: as its config asks for them, whole, and of weights that are good.
+"""Decides when a job writes checkpoints, and writes them.
 
 saver = Saver(job, log, signals)
-saver.save()                            # unless this step's checkpoint is there
+saver.save()                            # unless there is one of this step
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 
 
 class Saver:
-    """Every method is a collective."""
+    """Saves a job; every method is a collective."""
 
     def __init__(self, job: Job, log: RunLog, signals: StopSignals) -> None:
         self._job, self._log, self._signals = job, log, signals
@@ -25,14 +25,14 @@ class Saver:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is to be written after this step: every so many steps and epochs, and at the end."""
+        """Whether to write a checkpoint after this step: every so many steps and epochs, and at the end."""
         job, every = self._job, self._job.config.checkpoint
         by_step = every.every_steps is not None and job.position.step % every.every_steps == 0
         by_epoch = job.position.sample == 0 and job.position.epoch % every.every_epochs == 0
         return by_step or by_epoch or job.finished or job.dense.stop_agreed
 
     def save(self) -> None:
-        """Unless this step's is there: what was evaluated since is evaluated again by whoever goes on from it."""
+        """Saves, unless this step has a checkpoint: a job resumed from it repeats evaluations made since."""
         job = self._job
         if job.config.checkpoint.enabled:
             self._log.keep_folder()
@@ -43,24 +43,24 @@ class Saver:
                     self._written(lambda: job.state.save(job.position))
 
     def save_this_step(self) -> None:
-        """Returns when it is on disk."""
+        """Saves and waits until the checkpoint is on disk."""
         self.save()
         with self._log.timed("checkpoints"):
             self.finish()
 
     def finish(self) -> None:
-        """Waits until what is being written is on disk."""
+        """Waits until the checkpoint being written is on disk."""
         self._written(self._job.checkpoints.finish)
 
     def end_if_asked(self) -> None:
-        """Raises `Stopped`, with a checkpoint, after a signal that any rank was sent."""
+        """Saves and raises `Stopped` if any rank received a signal."""
         received = [number for number in self._job.runtime.all_gather(self._signals.received) if number is not None]
         if received:
             self.save_this_step()
             raise Stopped(received[0])
 
     def point_best_at(self, step: int) -> None:
-        """Makes the checkpoint of this step, which is there, the best."""
+        """Marks this step's existing checkpoint as the best."""
         with self._log.timed("checkpoints"):
             self._written(lambda: self._job.runtime.from_rank_0(lambda: self._job.checkpoints.point_best_at(step)))
 

@@ -1,4 +1,4 @@
-"""Chooses by evaluations on the val split which checkpoint is kept as the best, and when training ends early.
+"""Chooses the best checkpoint, and when to end training early, by evaluations on val.
 
 selection = Selection(keep_best="auc", early_stopping=EarlyStopping(metric="logloss", patience=3))
 selection.add(step, metrics)                # the same on every rank, after each evaluation
@@ -16,8 +16,8 @@ from dlrm_autoshard.formats.json_file import made
 
 @dataclass
 class BestSoFar:
-    """Best value of one metric so far. value: None before the first evaluation that has it. worse: evaluations since
-    the best one."""
+    """The best value of a metric so far. value: None before the first evaluation that has it. worse: evaluations since
+    the best."""
 
     metric: ChoiceMetric
     value: float | None = None
@@ -26,7 +26,7 @@ class BestSoFar:
     seen_step: int = -1
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics are the best so far, or are the best and known."""
+        """Returns whether these metrics are the best so far, including the known best itself."""
         new = metrics.get(self.metric)
         if new is None or step <= self.seen_step:
             return new is not None and step == self.step
@@ -35,7 +35,7 @@ class BestSoFar:
         return new > self.value if self.metric == "auc" else new < self.value
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once a step: what was evaluated again after a restart counts no second time."""
+        """Adds an evaluation; a step evaluated again after a restart does not count twice."""
         if step <= self.seen_step or self.metric not in metrics:
             return
         if self.improves(step, metrics):
@@ -46,7 +46,7 @@ class BestSoFar:
 
 
 class Selection:
-    """kept: what the best checkpoint is chosen by. None where nothing is chosen."""
+    """Tracks evaluations. kept: chooses the best checkpoint; watched: ends training early; each None if not wanted."""
 
     def __init__(self, keep_best: ChoiceMetric | None = None, early_stopping: EarlyStopping | None = None) -> None:
         self.kept = BestSoFar(keep_best) if keep_best else None
@@ -59,12 +59,12 @@ class Selection:
 
     @property
     def best(self) -> BestSoFar | None:
-        """The evaluation by which a job is judged: the kept checkpoint's before the one that training would end by."""
+        """The evaluation to judge a job by: the best checkpoint's, else that of early stopping."""
         return next((best for best in (self.kept, self.watched) if best is not None and best.value is not None), None)
 
     @property
     def stop(self) -> bool:
-        """Whether the last `patience` evaluations were no better than the one before them."""
+        """Whether the last `patience` evaluations brought no new best."""
         return self.watched is not None and self.watched.worse >= self.patience
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,8 +75,8 @@ class Selection:
         return {key: asdict(best) for key, best in self._parts().items() if best is not None}
 
     def load_state_dict(self, state: Mapping[str, Any], best_step: int | None) -> None:
-        """best_step: of the checkpoint that is there as the best. Where it is another, the next evaluation's is. A
-        metric that the config no longer names is forgotten."""
+        """Restores a state. best_step: of the existing best checkpoint; if it is another, the next evaluation is the
+        best. Metrics that the config no longer names are dropped."""
         for key, best in self._parts().items():
             saved = state.get(key)
             if best is not None and saved is not None and saved["metric"] == best.metric:

@@ -1,6 +1,6 @@
-"""Checks a job's settings against its data and its machine, before anything is planned, measured or allocated.
+"""Checks a job's settings against its data and machine, before anything is planned, measured or allocated.
 
-check_start(config, ranks=2)          # before any rank runs: all that is wrong, in one UserError
+check_start(config, ranks=2)          # before any rank runs: all mistakes in one UserError
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ from dlrm_autoshard.training.state import Position
 T = TypeVar("T")
 
 _COPIES = 4
-"""Copies of the dense weights: themselves, gradients and at most two of optimizer state."""
+"""Copies of the dense weights: themselves, gradients, and at most two of optimizer state."""
 _MEASURED = 64  # samples
 
 
 def check_start(config: Config, ranks: int, resume: str | None = None) -> DataSource | None:
-    """UserError that names all that can be known to be wrong before the ranks of a job on this host run, a line each.
+    """Raises a UserError with a line for each mistake that is visible before ranks start; returns the opened data.
 
-    resume: what the job's first start is told to go on from. A user's own code is looked for, and not run. Returns the
-    data, opened, unless that takes such code.
+    resume: what the job's first start resumes. Users' code is located but not run; with a custom source returns None.
     """
     wrong: list[str] = []
 
@@ -78,7 +77,7 @@ def check_start(config: Config, ranks: int, resume: str | None = None) -> DataSo
         attempt(lambda: check_own(source, device, files=resume is None))
         attempt(lambda: check_splits(config, source))
         attempt(lambda: check_placement(config, source, ranks))
-        if device is not None and device.type == "cpu":  # a GPU is not touched by who only starts ranks
+        if device is not None and device.type == "cpu":  # a launcher must not touch the GPU
             attempt(lambda: check_sizes(config, source, ranks, free_memory(), ranks))
     if wrong:
         raise UserError("\n".join(wrong))
@@ -93,16 +92,16 @@ def _source_of(config: Config) -> DataSource | None:
 
 
 def check_resume(config: Config, resume: str) -> None:
-    """UserError where there is no run, or no whole checkpoint, as `--resume` asks for."""
+    """Raises UserError if the run or an intact checkpoint that `--resume` names does not exist."""
     asked, checkpoint = run_and_checkpoint(resume)
     run = run_to_continue(config, asked, frozenset())
-    assert run is not None  # something was asked for
+    assert run is not None  # --resume was given
     CheckpointFolder(run / "checkpoints").choose(checkpoint, fall_back=False)
 
 
 def check_placement(config: Config, source: DataSource, ranks: int) -> None:
-    """UserError where what is asked of plans, or a plan that is given, is not of these tables and ranks. Memory that is
-    free is looked at on the ranks, where it will be taken."""
+    """Raises UserError if constraints, or a given plan, do not fit these tables and ranks. Ranks check free memory
+    later."""
     settings = config.autoshard
     features = Features.of(source.tables, config.tables.shared, config.tables.sequences)
     replicated = replicated_of(config, features, ranks)
@@ -121,8 +120,9 @@ def check_placement(config: Config, source: DataSource, ranks: int) -> None:
 
 
 def replicated_of(config: Config, features: Features, ranks: int, before: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the tables that lie on every rank. before: those of the checkpoint that the job goes on from, which
-    `auto` keeps, so that no bit depends on when it was stopped. PlanError names one that cannot be."""
+    """Returns the tables to replicate on every rank. PlanError names one that cannot be.
+
+    before: those of the checkpoint being resumed, which `auto` keeps, so that resuming changes no bit."""
     asked, settings, names = config.tables.replicate, config.autoshard, {table.name for table in features.tables}
     if asked == "auto" and ranks > 1 and before and names.issuperset(before):
         return tuple(before)
@@ -145,7 +145,7 @@ def replicated_of(config: Config, features: Features, ranks: int, before: Sequen
 
 
 def check_own(source: DataSource, device: torch.device | None, *, files: bool) -> None:
-    """UserError where a table's own optimizer cannot run, or the file of its first values is not of its shape."""
+    """Raises UserError if a table's own optimizer cannot run, or the file of its initial values has another shape."""
     if device is not None:
         check_optimizers((table.optimizer for table in source.tables if table.optimizer is not None), device)
     for table in source.tables if files else ():
@@ -153,19 +153,19 @@ def check_own(source: DataSource, device: torch.device | None, *, files: bool) -
 
 
 def check_splits(config: Config, source: DataSource) -> None:
-    """UserError where something is chosen by a split that has no samples."""
+    """Raises UserError if checkpoints or early stopping need val samples and there are none."""
     selection = Selection(config.checkpoint.keep_best, config.train.early_stopping)
     if selection.wanted and source.num_samples("val") == 0:
         raise UserError(
-            "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
-            "has no val samples (choosing by the test split would make its metrics too good). Name val data, or leave "
-            "these keys out."
+            "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, but this data "
+            "has no val samples (choosing by the test split would make its metrics too good). Name val data, or remove "
+            "these keys."
         )
 
 
 def check_batch_norm(model: nn.Module, samples: int, first: int, global_batch: int, world_size: int) -> None:
-    """UserError where an epoch's last batch gives a rank one sample, of which BatchNorm can make no statistics. first:
-    the sample from which the epoch at hand goes on."""
+    """Raises UserError if an epoch's last batch gives a rank one sample, for which BatchNorm has no statistics. first:
+    the sample that the current epoch resumes from."""
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return
     for start in (0, first):
@@ -174,14 +174,14 @@ def check_batch_norm(model: nn.Module, samples: int, first: int, global_batch: i
         rank = next((r for r in range(world_size) if min(last, (r + 1) * share) - r * share == 1), None)
         if rank is not None:
             raise UserError(
-                f"the model has BatchNorm, and the last of {samples:,} training samples come to 1 on rank {rank} (a "
-                f"batch of {last} on {world_size} rank(s)), of which it can make no statistics. Change "
-                "train.batch_size, or leave a sample out."
+                f"the model has BatchNorm, but the last of {samples:,} training samples leave 1 on rank {rank} (a "
+                f"batch of {last} on {world_size} rank(s)), for which it has no statistics. Change train.batch_size, "
+                "or remove a sample."
             )
 
 
 def check_position(position: Position, source: DataSource) -> None:
-    """UserError where training is to go on behind the end of its data."""
+    """Raises UserError if training would resume behind the end of its data."""
     samples = source.num_samples("train")
     if position.sample > samples:
         raise UserError(
@@ -192,15 +192,15 @@ def check_position(position: Position, source: DataSource) -> None:
 
 
 def free_and_sharers(runtime: Runtime) -> tuple[int, int]:
-    """Returns the bytes free where batches and dense weights will be, and how many ranks take from them. Collective: a
-    rank may see only its own GPU, so that the number it sees says nothing."""
+    """Returns free bytes where batches and dense weights will be, and how many ranks share them. Collective, as a rank
+    may see only its own GPU."""
     places = runtime.all_gather((host_id(), name_of(runtime.device)))
     return free_memory(runtime.device), places.count(places[runtime.rank])
 
 
 def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int, host_ranks: int = 1) -> None:
-    """UserError where the batches or dense layers of a host's ranks need more than is free on it. Estimates from below:
-    what passes may still be too much, what is refused surely is."""
+    """Raises UserError if batches or dense layers of a host's ranks need more than its free memory. Estimates are lower
+    bounds: what is refused surely does not fit."""
     samples = source.num_samples("train")
     batch_size = min(config.train.batch_size, -(-samples // world_size))
     pooling = _ids_per_sample(config, source)
@@ -223,7 +223,7 @@ def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes:
 
 
 def _ids_per_sample(config: Config, source: DataSource) -> float:
-    """As configured, or as in the first samples."""
+    """Returns ids per sample as configured, or of the first samples."""
     if isinstance(config.data, SyntheticData):
         return sum(table.mean_pooling for table in config.data.tables)
     count = min(_MEASURED, source.num_samples("train"))

@@ -1,4 +1,4 @@
-"""Everything that a job must remember to go on as if it had never stopped: saved, loaded, checked.
+"""The state that a job needs to continue as if it had never stopped: saves, loads and checks it.
 
 state = TrainingState(...); state.save(position)             # at an epoch's end, or every so many steps
 position = state.resume(checkpoint)                          # weights, both optimizers, planner and resharding in place
@@ -41,11 +41,11 @@ from dlrm_autoshard.training.selection import Selection
 
 
 class TrainError(UserError):
-    """Training that cannot go on: the message says at which step, on which rank, and what to try."""
+    """Training cannot go on; the message says at which step, on which rank, and what to try."""
 
 
 class ExtraRecord(TypedDict):
-    """extra.json, without what `Intervals.state_dict` gives."""
+    """extra.json, without the entries of `Intervals.state_dict`."""
 
     random: list[dict[str, Any]]
     selection: NotRequired[dict[str, dict[str, Any]]]
@@ -60,20 +60,20 @@ class Position:
     step: int = 0
 
     def advance(self, samples: int, epoch_samples: int) -> None:
-        """Counts a step of so many samples; after the last of an epoch's the next epoch begins."""
+        """Counts a step of so many samples; starts the next epoch after the last."""
         self.step, self.sample = self.step + 1, self.sample + samples
         if self.sample >= epoch_samples:
             self.epoch, self.sample = self.epoch + 1, 0
 
     @property
     def epochs_done(self) -> int:
-        """The number of the epoch that training is in, or that has just ended."""
+        """Number of the current epoch, or of the one that just ended."""
         return self.epoch - (self.sample == 0 and self.epoch > 0)
 
 
 @dataclass
 class TrainingState:
-    """Every method is a collective. columns: of the data, in the model's order."""
+    """A job's state; every method is a collective. columns: of the data, in the model's order."""
 
     runtime: Runtime
     checkpoints: Checkpoints
@@ -84,12 +84,12 @@ class TrainingState:
     selection: Selection
 
     def __post_init__(self) -> None:
-        """_masks: buffers and frozen weights that hold infinities as the model makes them, as attention masks do."""
+        """Finds buffers and frozen weights that hold infinities from the start, as attention masks do."""
         self._masks = {name for name, value in self.dense.untrained() if not all_finite(value)}
 
     def save(self, position: Position) -> None:
-        self.compare_copies(position.step)  # what is saved as good is good
-        self.dense.broadcast_buffers()  # all go on with what is saved
+        self.compare_copies(position.step)  # so that only good weights are saved
+        self.dense.broadcast_buffers()  # so that all ranks continue with what is saved
         self._check_weights(position)
         state = SavedState(
             step=position.step,
@@ -112,7 +112,7 @@ class TrainingState:
         self.checkpoints.save(own, state, extra)
 
     def load_weights(self, checkpoint: Path) -> tuple[SavedState, Any]:
-        """The model's and its optimizers', and nothing else; what else is in the checkpoint is returned."""
+        """Loads the model and its optimizers only; returns the rest of the checkpoint."""
         state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes(), self.columns)
         self.embeddings.storage.overwritten()
         self.embeddings.set_updates(state.table_updates)
@@ -126,8 +126,8 @@ class TrainingState:
         return Position(state.epoch, state.sample, state.step)
 
     def _remember(self, checkpoint: Path, saved: SavedState, extra: Any, best: Path | None) -> None:
-        """Takes over what a checkpoint holds beside tensors. DamagedCheckpoint where it is not what a job writes."""
-        learned = {*saved.replicated} == {*self._replicated}  # else of other tables than are placed now
+        """Restores what a checkpoint holds beside tensors. DamagedCheckpoint if no job writes such a state."""
+        learned = {*saved.replicated} == {*self._replicated}  # else it is about other tables than are placed now
         try:
             record = checked(ExtraRecord, extra, extra="ignore")
             for state in record["random"]:
@@ -139,29 +139,29 @@ class TrainingState:
                 restore_random_state(record["random"][self.runtime.rank], self.runtime.device)
         except (FormatError, PlanError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             if isinstance(error, UserError) and not isinstance(error, FormatError | PlanError):
-                raise  # of a file of records, say
+                raise  # not about the checkpoint: a records file, for example
             said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise DamagedCheckpoint(
                 f"checkpoint file '{checkpoint / EXTRA}' holds what no job of this version writes: {said[:500]}"
             ) from error
 
     def compare_copies(self, steps_done: int) -> None:
-        """TrainError where what all ranks have a copy of is not the same on all, bit by bit."""
+        """Raises TrainError if data-parallel weights differ between ranks, bit by bit."""
         fingerprints = self.runtime.all_gather(self.dense.fingerprint())
         other = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
         if other:
             copies = "" if self.embeddings.replicas is None else ", or copies of tables,"
             raise TrainError(
-                f"the dense weights{copies} of rank(s) {', '.join(map(str, other))} are not those of rank 0 after step "
+                f"the dense weights{copies} of rank(s) {', '.join(map(str, other))} differ from rank 0's after step "
                 f"{steps_done - 1}: a rank's memory or arithmetic is at fault, or the model's code changes them on one "
                 f"rank only. {self.last_checkpoint(steps_done)}"
             )
 
     def last_good(self, before: int) -> str:
-        """A sentence: the newest checkpoint of a step below `before`, and what to try."""
+        """Returns sentences: the newest checkpoint of a step below `before`, and what to try."""
         return (
             f"{self.last_checkpoint(before)} "
-            "Lower the learning rates, warm up longer, or check the data; train.on_nan: skip leaves such batches out."
+            "Lower the learning rates, warm up longer, or check the data; train.on_nan: skip skips such batches."
         )
 
     def last_checkpoint(self, before: int) -> str:
@@ -170,7 +170,7 @@ class TrainingState:
         return f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}."
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything this rank saves and loads; parts of tables by their names, which checkpoints know."""
+        """Returns everything that this rank saves and loads; shards under their own names."""
         own = {
             f"tables.{name}.{key}": value
             for name in self.embeddings.plan.tables_on(self.runtime.rank)
@@ -189,7 +189,7 @@ class TrainingState:
         return [] if replicas is None else [table.name for table in replicas.tables]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of every tensor of the model, whoever owns it."""
+        """Returns shapes of all tensors of the model, whoever owns them."""
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
         for table in self.embeddings.features.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
@@ -198,7 +198,7 @@ class TrainingState:
         return shapes
 
     def _check_weights(self, position: Position) -> None:
-        """A checkpoint that is not finite would be worth nothing, and push out one that is."""
+        """Raises TrainError if weights are not finite: their checkpoint would be useless and push out a good one."""
         tensors = self.tensors().items()
         bad = next((name for name, value in tensors if not (name in self._masks or all_finite(value))), None)
         for rank, name in enumerate(self.runtime.all_gather(bad)):
@@ -210,15 +210,15 @@ class TrainingState:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Without a copy of the tensor's size."""
+    """Returns whether all values are finite, without a copy of the tensor's size."""
     return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
 
 
 def in_trained_order(
     source: DataSource, shared: Mapping[str, Sequence[str]], checkpoint: Path | None
 ) -> tuple[DataSource, Columns]:
-    """Returns the source with its columns in the order in which the checkpoint's model takes them, and that order: the
-    source's own where there is no checkpoint."""
+    """Returns the source with columns in the order of the checkpoint's model, and that order; without a checkpoint the
+    source as it is."""
     wanted = None if checkpoint is None else read_manifest(checkpoint).state.columns
     if wanted is not None:
         source = in_order(source, wanted, shared, f"checkpoint '{checkpoint}'")
@@ -226,7 +226,7 @@ def in_trained_order(
 
 
 def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:
-    """The plan under which a checkpoint of these tables was written; replicated ones are not in it."""
+    """Returns the plan of a checkpoint of these tables; it does not contain replicated ones."""
     if checkpoint is None:
         return None
     saved = read_manifest(checkpoint).state

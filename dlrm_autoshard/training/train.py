@@ -1,4 +1,4 @@
-"""A whole job, from its config to its report: `train` for notebooks and schedulers, `run_job` for what is on each rank.
+"""Runs a whole job from config to report: `train` for notebooks and schedulers, `run_job` on each rank.
 
 from dlrm_autoshard import train
 result = train({"data": {"source": "movielens"}}, "train.epochs=2")       # or "demo", "mine.yaml", a Config
@@ -40,20 +40,20 @@ from dlrm_autoshard.training.run_directory import (
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.training.trainer import Trainer, TrainResult
 
-_numbers = itertools.count(1)  # a torchrun that starts the process again continues each of its jobs
+_numbers = itertools.count(1)  # if torchrun restarts the process, each of its jobs continues its own run
 
 
 def train(
     config: Config | Mapping[str, Any] | str | Path, *overrides: str, resume: str | Path | None = None
 ) -> TrainResult:
-    """Trains in this process, or as one rank of those that torchrun has started, which all call it. Returns the last
-    evaluation's metrics and the run's directory.
+    """Trains in this process, or as one of torchrun's ranks, which all call it. Returns the last evaluation's metrics
+    and the run's directory.
 
-    config: a dict of the YAML's sections, a YAML file, or the name of a config of the package. overrides: such as
-    "train.epochs=3". resume: a run's directory, or a checkpoint in one, to go on from; "" for the newest run of the
-    config's name. The process is as it was afterwards: cores, threads, random numbers, signals.
+    config: a dict of the YAML's sections, a YAML file, or the name of a shipped config. overrides: such as
+    "train.epochs=3". resume: a run's directory, or a checkpoint in one, to continue; "" for the newest run of the
+    config's name. The process's cores, threads, random numbers and signals are restored afterwards.
 
-    UserError says what is wrong and what to try. Ctrl-C ends the job with a checkpoint and raises a KeyboardInterrupt.
+    UserError says what is wrong and what to try. Ctrl-C ends the job with a checkpoint and raises KeyboardInterrupt.
     """
     begun = time.time()
     try:
@@ -76,7 +76,7 @@ def _parsed(config: Config | Mapping[str, Any] | str | Path, overrides: tuple[st
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """Restores what `Runtime` does not: random numbers, the least level of lines that are shown, how GPUs multiply."""
+    """Restores what `Runtime` does not: random numbers, log level, TF32."""
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     random, level, tf32 = random_state(device), LOG.level, torch.backends.cuda.matmul.allow_tf32
     try:
@@ -96,11 +96,10 @@ def run_job(
 ) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
-    number: of the job, in this process. begun: when it began, where that is not when the process did. source: the
-    config's data, where they have been opened.
-    resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
-    or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged, whatever
-    its first start resumed. SIGINT, SIGTERM and SIGHUP end it with a checkpoint, and raise `Stopped`.
+    number: counts jobs of this process. begun: when the job began, if not with the process. source: the data, if
+    already open. resume: None starts a new run; "" continues the newest run of the config's name; else the run
+    directory, or the checkpoint in one, to continue. A restarted job continues by itself, skipping damaged checkpoints,
+    whatever its first start resumed. SIGINT, SIGTERM and SIGHUP end it with a checkpoint and raise `Stopped`.
     """
     with StopSignals() as signals, ExitStack() as held:
         try:
@@ -116,14 +115,14 @@ def run_job(
                 check_shared(run_dir, runtime)
                 fall_back = resume is None or own is not None
                 asked, config = config, as_started(run_dir, config)
-                source = source if config is asked else None  # else of columns as an earlier start found them
+                source = source if config is asked else None  # reopen if `as_started` changed the columns
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back, source=source)
                 if begun is not None:
                     trainer.job.start_seconds["joining"] -= begun - psutil.Process().create_time()
-                config = trainer.job.config  # with what it left open as the data have it
+                config = trainer.job.config  # completed by the data
                 runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
                 trainer.log.write_start = partial(_write_start_again, run_dir, config, runtime.world_size, job, resume)
-                # Before it says that --resume was obeyed: a kill in between must not leave later checkpoints.
+                # Before recording that --resume was followed: a kill in between must not leave later checkpoints.
                 step, checkpoints = trainer.job.position.step, trainer.job.checkpoints
                 trainer.job.notes += runtime.from_rank_0(lambda: checkpoints.set_aside_after(step))
                 runtime.from_rank_0(lambda: write_job(run_dir, job, resume))
@@ -131,15 +130,15 @@ def run_job(
         except RankFailure as failure:
             if failure.signal is None:
                 raise
-            stopped = Stopped(failure.signal)  # as another rank was, in mid-exchange, and told us
+            stopped = Stopped(failure.signal)  # another rank received it during an exchange
             stopped.args = failure.args
             raise stopped from failure
-        trainer.write_report()  # only now: no rank waits for it, or takes the one that writes it for hung
+        trainer.write_report()  # after the ranks' runtime: no rank waits for it, or takes the writer for hung
         return result
 
 
 def _write_start_again(run_dir: Path, config: Config, world_size: int, job: Set[str], resume: str | None) -> None:
-    """In a directory that was made anew: all that continuing the run takes, and the lock, until this process ends."""
+    """Writes all that continuing the run needs into a directory that was removed and made again, and locks it."""
     lock_directory(run_dir)
     record_start(run_dir, config, world_size)
     write_job(run_dir, job, resume)

@@ -1,9 +1,8 @@
-"""The training loop: `Trainer.run`, whose parts say themselves when they are due.
+"""The training loop: `Trainer.run`, whose parts decide themselves when they are due.
 
 result = Trainer(config, runtime, run_dir).run()
 
-Reading order: train.py -> `Trainer.run` -> `_train_step` -> distributed/step.py. What a job is made of is built in
-job.py.
+Reading order: train.py -> `Trainer.run` -> `_train_step` -> distributed/step.py. job.py builds the parts of a job.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from dlrm_autoshard.training.saver import Saver
 from dlrm_autoshard.training.state import TrainError
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 
-_MOST_LEFT_OUT = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
+_MOST_LEFT_OUT = 10  # losses in a row that are not finite; then the weights are bad, and skipping cannot help
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the last evaluation. run_dir: where records, checkpoints and report.html are."""
+    """Result of a job. metrics: of the last evaluation. run_dir: has records, checkpoints and report.html."""
 
     steps: int
     metrics: Mapping[str, float]
@@ -44,10 +43,10 @@ class TrainResult:
 
 
 class Trainer:
-    """Runs a job: trains, says how far it is, saves and evaluates; each of its parts knows when it is due."""
+    """Runs a job: trains, logs, saves and evaluates."""
 
     _left_out = 0
-    """Batches in a row that nothing was learned from."""
+    """Batches skipped in a row."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Trainer:
         fall_back: bool = True,
         source: DataSource | None = None,
     ) -> None:
-        """signals: those that end the job between two steps. checkpoint, fall_back, source: as a `Job` takes them."""
+        """signals: end the job between two steps. checkpoint, fall_back, source: as in `Job`."""
         factories: list[Factory] = []
         runtime.from_rank_0(lambda: factories.extend(find_callbacks(config.callbacks)))
         self.job = job = Job(config, runtime, run_dir, checkpoint, fall_back=fall_back, source=source)
@@ -68,16 +67,16 @@ class Trainer:
         callbacks: list[Callback] = []
         random = random_state(runtime.device)
         runtime.from_rank_0(lambda: callbacks.extend(make(run_dir, config) for make in factories))
-        restore_random_state(random, runtime.device)  # whatever they drew: they are made anew at each start
+        restore_random_state(random, runtime.device)  # callbacks may draw, and are made again at each start
         self.log = RunLog(job, callbacks)
         self.saver = Saver(job, self.log, self.signals)
         self.evaluations = Evaluations(job, self.log, self.saver, self.signals)
 
     def run(self) -> TrainResult:
-        """Trains to the job's end, with an evaluation after each epoch, and at last one on the test split."""
+        """Trains to the job's end, evaluating after each epoch, and finally on the test split."""
         job, log, saver, evaluations = self.job, self.log, self.saver, self.evaluations
         position, intervals = job.position, job.intervals
-        with self._told_how_far(), log.display, log.timed("total"):
+        with self._stopped_with_advice(), log.display, log.timed("total"):
             self._begin()
             while not job.finished:
                 with self.signals.postponed(), job.data.batches("train", position.epoch, position.sample) as loader:
@@ -96,7 +95,7 @@ class Trainer:
                             evaluations.evaluate()
                         if job.finished:
                             break
-                    if position.step > intervals.first_step:  # evaluations have ended the job amid an interval
+                    if position.step > intervals.first_step:  # an evaluation has ended the job within an interval
                         intervals.end(position.epochs_done, position.step, job.steps_left, tell=log.interval)
                         saver.save()
             evaluations.evaluate("test")
@@ -105,10 +104,10 @@ class Trainer:
         return TrainResult(position.step, evaluations.metrics, job.run_dir)
 
     def _train_step(self, ids: SentIds) -> None:
-        """Trains on a batch, and looks at its loss: where that is not finite, leaves it out or ends the job."""
+        """Trains on a batch and checks its loss: if it is not finite, skips the batch or ends the job."""
         job, log = self.job, self.log
         config, position, batch = job.config, job.position, ids.batch
-        whole = position.sample + job.data.global_batch <= job.data.samples  # times of a smaller one say nothing
+        whole = position.sample + job.data.global_batch <= job.data.samples  # a smaller batch's times do not compare
         sampled = whole and job.intervals.is_sampled(position.step)
         scale = lr_scale(position.step, config.schedule)
         tracing = position.step in config.profile.trace_steps
@@ -121,7 +120,7 @@ class Trainer:
             with traced(trace, job.clock) if tracing else nullcontext():
                 job.step.run(ids, scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
             if tracing:
-                job.clock.forget_last()  # the profiler's own time is in it
+                job.clock.forget_last()  # its times include the profiler's
             self._left_out = 0
         except NotFinite:
             self._left_out += 1
@@ -134,7 +133,7 @@ class Trainer:
         else:
             if sampled and ids.arrived is not None:
                 job.intervals.observe(ids.arrived, batch.global_size)
-            if logging or job.runtime.device.type == "cpu":  # on a GPU looking at it makes the queue run dry
+            if logging or job.runtime.device.type == "cpu":  # on a GPU reading the loss drains the queue
                 loss = float(job.dense.global_loss)
                 if not math.isfinite(loss):
                     self._stop(f"is {loss} at")
@@ -147,11 +146,11 @@ class Trainer:
         log.display.step(loss)
 
     def _stop(self, what: str) -> None:
-        """TrainError, on all ranks alike, that names the last step and the rank whose loss is not finite."""
+        """Raises TrainError, on all ranks, that names the last step and the rank whose loss is not finite."""
         job, failed = self.job, self.job.position.step - 1
         bad = [rank for rank, fine in enumerate(job.runtime.all_gather(job.step.last_loss_finite)) if not fine]
         where = f"rank {bad[0]}" if bad else "no single rank (the sum overflowed)"
-        # A checkpoint made just before the failed step has the very weights that failed.
+        # A checkpoint made just before the failed step has the weights that failed.
         raise TrainError(f"the loss {what} step {failed}, from {where}. {job.state.last_good(failed)}")
 
     def _begin(self) -> None:
@@ -162,22 +161,23 @@ class Trainer:
         for note in job.notes:
             self.log.line(note)
         if job.resumed_from is None and job.config.checkpoint.initial:
-            self.saver.save()  # so that there is always a good one to name and to go back to
-        if job.position.step and self.evaluations.due:  # after its checkpoint: a kill may have come between
+            self.saver.save()  # so that there is always a good one to go back to
+        if job.position.step and self.evaluations.due:  # a kill may have come between its checkpoint and evaluation
             self.evaluations.evaluate()
         else:
             self.evaluations.know_best_again()
 
     def _forget_what_comes_again(self) -> list[str]:
-        """On rank 0, for all ranks: there may be fewer now. Started again without a checkpoint, all comes again."""
+        """Removes records of steps to be trained again, and returns notes. On rank 0, as there may be fewer ranks
+        now."""
         job = self.job
         forget_after(job.run_dir, -1 if job.resumed_from is None else job.position.step)
-        (job.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
+        (job.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start
         return job.checkpoints.set_aside_after(job.position.step)
 
     @contextmanager
-    def _told_how_far(self) -> Iterator[None]:
-        """Whoever stops the job hears after which step, and what continues it."""
+    def _stopped_with_advice(self) -> Iterator[None]:
+        """Adds to `Stopped` the step, and the checkpoint to continue from."""
         try:
             yield
         except Stopped as stopped:
@@ -186,13 +186,13 @@ class Trainer:
             raise Stopped(stopped.number, f"after step {self.job.position.step}. {saved}") from None
 
     def write_report(self) -> None:
-        """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
+        """Writes the result and the report, on rank 0, after training; a signal now does not interrupt it."""
         with self.signals.postponed():
             self.log.finish(self.evaluations.best_on_test)
 
 
 def lr_scale(step: int, config: ScheduleConfig) -> float:
-    """Factor on the configured learning rate at `step`, counted from 0."""
+    """Returns the factor on the configured learning rate at `step`, counted from 0."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.decay_steps == 0 or step < config.decay_start_step:

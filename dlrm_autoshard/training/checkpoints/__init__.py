@@ -1,1 +1,1 @@
-"""Saving and loading a job: checked by digests, independent of the plan and the number of ranks."""
+"""Saves and loads a job: verified by digests, independent of the plan and the number of ranks."""

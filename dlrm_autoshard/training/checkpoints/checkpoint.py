@@ -1,9 +1,9 @@
-"""Checkpoints that outlive a kill at any moment, and load under any placement and number of ranks.
+"""Checkpoints that survive a kill at any moment, and load under any plan and number of ranks.
 
     checkpoints.save(tensors, SavedState(step=640))         # checkpoints/step_00000640
     state, extra = checkpoints.load(path, tensors, shapes)
 
-Files: manifest.json, extra.json, rank_00000.bin, rank_00001.bin, ...: JSON and raw bytes, so nothing executes.
+Files: manifest.json, extra.json, rank_00000.bin, rank_00001.bin, ...: JSON and raw bytes, so loading runs no code.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ T = TypeVar("T")
 
 
 class Checkpoints(CheckpointFolder):
-    """The checkpoints of one run, in one folder that all ranks see. Its own methods are collectives.
+    """The checkpoints of a run, in a folder that all ranks see. Methods of this class are collectives.
 
-    Tensors have names that depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever
-    owns a table later finds it. A rank that owns columns of one writes and reads `tables.user[0:64].weight`; of the
-    whole table the checkpoint is all the same. It is written beside its final name, fsynced, and renamed when rank 0
-    sees every file of every rank: a folder with the final name is whole.
+    Names of tensors depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so any later owner of a
+    table finds it. The owner of a column shard writes and reads `tables.user[0:64].weight` of the same whole tensor. A
+    checkpoint is written under a draft name, fsynced, and renamed once rank 0 sees every file of every rank: a folder
+    with the final name is complete.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Checkpoints(CheckpointFolder):
         asynchronous: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
-        """asynchronous: `save` returns once there is a copy of the tensors in host memory, and a thread writes it."""
+        """asynchronous: `save` copies the tensors to host memory and returns; a thread writes them."""
         super().__init__(folder, keep)
         self._asynchronous = asynchronous
-        # A group of its own: what is written while training goes on must not mix its messages with training's.
+        # A group of its own, so that writing in the background does not mix its messages with training's.
         group = new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._ranks = replace(runtime, control=group)
         self._thread: Thread | None = None
@@ -73,8 +73,9 @@ class Checkpoints(CheckpointFolder):
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def save(self, tensors: Mapping[str, Tensor], state: SavedState, extra: Any = None) -> Path:
-        """Returns the final path. tensors: each by one rank, or by several alike.
-        extra: JSON of any size, rank 0's. CheckpointError, with no draft left, where it cannot be written."""
+        """Writes a checkpoint and returns its final path; on failure raises CheckpointError and leaves no draft.
+
+        tensors: each from one rank, or equal on several. extra: rank 0's JSON of any size."""
         self.finish()
         final, text = self.folder / step_name(state.step), json.dumps(extra).encode()
         if not self._asynchronous:
@@ -85,7 +86,7 @@ class Checkpoints(CheckpointFolder):
         def write() -> None:
             try:
                 self._write(copies, state, text, final)
-            except Exception as error:  # whatever it is, `finish` raises it
+            except Exception as error:  # `finish` raises it
                 self._failure = error
 
         self._thread = Thread(target=write, name="checkpoint", daemon=True)
@@ -93,7 +94,7 @@ class Checkpoints(CheckpointFolder):
         return final
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written; raises what kept it from being written."""
+        """Waits for a checkpoint that is being written; raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -129,7 +130,7 @@ class Checkpoints(CheckpointFolder):
         self._on_rank_0(publish, final, draft)
 
     def _on_rank_0(self, action: Callable[[], None], final: Path, draft: Path | None = None) -> None:
-        """CheckpointError on all ranks, and no draft left, where `action` fails there."""
+        """Runs `action` on rank 0; if it fails, removes the draft and raises CheckpointError on all ranks."""
         failure = None
         if self._ranks.rank == 0:
             try:
@@ -138,16 +139,16 @@ class Checkpoints(CheckpointFolder):
                 if draft is not None:
                     remove(draft)
                 failure = (
-                    f"checkpoint '{final}' cannot be written: {error.strerror or error}. The newest whole one: "
-                    f"{self.newest() or 'none'}. Free some space, or let training go on without by "
-                    "checkpoint.on_error: warn."
+                    f"checkpoint '{final}' cannot be written: {error.strerror or error}. The newest complete one: "
+                    f"{self.newest() or 'none'}. Free some space, or set checkpoint.on_error: warn to train on without "
+                    "checkpoints."
                 )
         failure = self._ranks.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)
 
     def latest(self, before: int | None = None) -> Path | None:
-        """The newest checkpoint (of a step below `before`), the same on every rank."""
+        """Returns the newest checkpoint (of a step below `before`), the same on every rank."""
         return self._ranks.broadcast(self.newest(before) if self._ranks.rank == 0 else None)
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -159,11 +160,11 @@ class Checkpoints(CheckpointFolder):
         shapes: Mapping[str, tuple[int, ...]],
         columns: Columns | None = None,
     ) -> tuple[SavedState, Any]:
-        """Fills `tensors` (this rank's) in place; returns (state, extra). shapes: of every (whole) tensor of the model.
-        columns: of its data, in its order.
+        """Fills this rank's `tensors` in place; returns (state, extra).
 
-        CheckpointError, with nothing loaded, where it is of another model; DamagedCheckpoint, on all ranks and perhaps
-        with some tensors loaded, where its bytes are not those that were written.
+        shapes: of all whole tensors of the model. columns: of its data, in order. CheckpointError, with nothing loaded,
+        if the checkpoint is of another model; DamagedCheckpoint, on all ranks and perhaps with some tensors loaded, if
+        its bytes have changed.
         """
 
         def check() -> tuple[Manifest, Any]:
@@ -179,7 +180,7 @@ class Checkpoints(CheckpointFolder):
 
 
 def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str, SavedTensor]]) -> Manifest:
-    """OSError where this rank does not see, whole, what the others have written."""
+    """Makes the manifest; OSError if this rank does not see the other ranks' files complete."""
     tensors: dict[str, SavedTensor] = {}
     sizes = {EXTRA: len(extra)}
     for rank, own in enumerate(saved):
@@ -189,5 +190,5 @@ def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str
         if found != sizes[name]:
             what = "no such file" if found is None else f"{found} bytes"
             raise OSError(0, f"rank {rank} has written {sizes[name]} bytes to '{name}', rank 0 sees {what}")
-        tensors = own | tensors  # the lowest rank's, where several have one
+        tensors = own | tensors  # the lowest rank's, if several have one
     return Manifest.of(state, sizes, bytes_digest(extra), tensors)

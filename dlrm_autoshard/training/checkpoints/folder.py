@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints as one process sees it: which is newest, best, damaged, of steps that will be others.
+"""A run's folder of checkpoints: finds the newest and the best, skips damaged ones, sets later ones aside.
 
 folder = CheckpointFolder(run_dir / "checkpoints", keep=2)
 folder.newest(), folder.best()
@@ -15,29 +15,29 @@ from dlrm_autoshard.formats.step_names import step_in, step_name
 from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, DamagedCheckpoint, read_manifest
 
 BEST = "best"
-"""Beside the checkpoints: a link to the best one."""
+"""Name of a link to the best checkpoint, beside the checkpoints."""
 
 
 class CheckpointFolder:
-    """No method is a collective. Those that change the folder are rank 0's task."""
+    """The folder as one process sees it; no method is a collective. Only rank 0 calls those that change it."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        """keep: so many of the newest, beside the best."""
+        """keep: number of newest checkpoints to keep, in addition to the best."""
         self.folder, self._keep = folder, keep
 
     def newest(self, before: int | None = None) -> Path | None:
-        """The newest one of a step below `before`."""
+        """Returns the newest checkpoint of a step below `before`."""
         found = [path for path in self._whole() if before is None or step_of(path) < before]
         return found[-1] if found else None
 
     def best(self) -> Path | None:
-        """The checkpoint that `point_best_at` named."""
+        """Returns the checkpoint that `point_best_at` named."""
         path = _named_by(self.folder / BEST)
         return path if path in self._whole() else None
 
     def point_best_at(self, step: int) -> None:
-        """The checkpoint of `step`, if there is one, is kept until another is the best. `best` beside it is a link,
-        replaced whole or not at all. CheckpointError where it cannot be written."""
+        """Keeps the checkpoint of `step`, if there is one, as the best until another is. `best` beside it is a link,
+        which is replaced atomically. CheckpointError if it cannot be written."""
         path, best = self.folder / step_name(step), self.folder / BEST
         if path not in self._whole() or path == self.best():
             return
@@ -46,14 +46,14 @@ class CheckpointFolder:
             draft.unlink(missing_ok=True)
             draft.symlink_to(path.name)
             if not best.is_symlink():
-                remove(best)  # a run that was copied may have a folder in the link's place
+                remove(best)  # a copied run may have a folder instead of the link
             draft.replace(best)
         except OSError as error:
             raise CheckpointError(f"'{best}' cannot be written: {error.strerror}.") from error
         self.remove_old()
 
     def asked_for(self, checkpoint: Path | None) -> Path:
-        """By its own name; the newest where none is named. UserError where there is none."""
+        """Returns the named checkpoint, by default the newest; UserError if there is none."""
         if checkpoint == Path(BEST):
             checkpoint = self.folder / BEST
         found = behind_best(checkpoint) if checkpoint is not None else self.newest()
@@ -62,10 +62,10 @@ class CheckpointFolder:
         return found
 
     def choose(self, asked: Path | None, *, fall_back: bool) -> tuple[Path | None, list[str]]:
-        """The checkpoint to start from, with what there is to say about it.
+        """Returns the checkpoint to start from, and sentences about the choice.
 
-        asked: it, and none else. fall_back: past damaged ones to the newest that is whole, as far as its manifest and
-        the sizes of its files tell; else DamagedCheckpoint offers that one.
+        asked: this one only. fall_back: skip damaged ones to the newest that is complete, judged by its manifest and
+        file sizes; otherwise DamagedCheckpoint suggests that one.
         """
         path = asked or self.newest()
         said: list[str] = []
@@ -79,8 +79,8 @@ class CheckpointFolder:
         return path, said
 
     def instead_of(self, path: Path, damage: DamagedCheckpoint, *, fall_back: bool) -> tuple[Path, str]:
-        """The next older checkpoint, and a sentence that it is taken. DamagedCheckpoint, which offers it, where it is
-        not to be taken."""
+        """Returns the next older checkpoint and a sentence about it; without fall_back raises DamagedCheckpoint, which
+        suggests it."""
         older = self.newest(before=step_of(path))
         if older is None:
             raise DamagedCheckpoint(f"{damage} There is no checkpoint before it: start a new run.")
@@ -89,8 +89,8 @@ class CheckpointFolder:
         return older, f"{damage} Continuing from the one before it, '{older}'."
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Renames checkpoints of later steps, which are of training that will now be done otherwise, so that no start
-        takes them for its own. Returns sentences."""
+        """Renames checkpoints of later steps, which will now be trained again, so that no start takes them. Returns
+        sentences."""
         said = []
         for path in self._whole():
             if step_of(path) > step:
@@ -106,18 +106,18 @@ class CheckpointFolder:
         best = self.best()
         for old in self._whole()[: -self._keep]:
             if old != best:
-                # Out of sight first, so that a kill in mid-deletion leaves no folder that seems whole.
+                # Renamed first, so that a kill during deletion leaves no folder that seems complete.
                 remove(old.rename(old.with_name(old.name + ".old")))
 
     def make_draft(self, draft: Path) -> None:
-        for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
+        for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # left by a kill
             remove(left)
         draft.mkdir(parents=True)
 
 
 def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
-    """Resolves what --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the
-    newest."""
+    """Resolves --resume to (run, checkpoint): RUN/checkpoints/step_00000400 (or best) names a checkpoint of RUN;
+    otherwise the checkpoint is None, for the newest."""
     path = behind_best(Path(resume or "").absolute())
     if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
         run = behind_latest(path.parents[1])
@@ -126,12 +126,12 @@ def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
 
 
 def behind_latest(run: Path) -> Path:
-    """The run itself, where `run` is a link to it, which the next job's start will bend."""
+    """Resolves `latest`, because the next job's start will point it elsewhere."""
     return run.resolve() if run.is_symlink() else run
 
 
 def behind_best(path: Path) -> Path:
-    """Returns the checkpoint itself where `path` is the link to a run's best. UserError where that leads elsewhere."""
+    """Returns the checkpoint that a `best` link points to; UserError if it points elsewhere."""
     if path.name != BEST or not path.is_symlink():
         return path
     found = _named_by(path)
@@ -143,19 +143,19 @@ def behind_best(path: Path) -> Path:
 
 
 def _named_by(link: Path) -> Path | None:
-    """Returns the checkpoint beside the link that the link names, if it names one."""
+    """Returns the checkpoint beside the link that the link names, if any."""
     name = os.readlink(link) if link.is_symlink() else ""
     return None if step_in(name) is None else link.with_name(name)
 
 
 def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint by its folder's name; -1 where that is no checkpoint's."""
+    """Returns the step of a checkpoint's folder name; -1 for other names."""
     step = step_in(path.name)
     return -1 if step is None else step
 
 
 def sync(path: Path) -> None:
-    """Until it is on disk; of a folder: its names."""
+    """Waits until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -164,8 +164,8 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder, or somebody's link to one; what cannot be removed now (a network file system keeps what is being read)
-    goes before the next checkpoint is written."""
+    """Removes a folder, or a link to one. Files that cannot be removed now (a network file system keeps open ones) are
+    removed before the next checkpoint is written."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""The one file that says what a checkpoint holds, and the digest of every byte of it: manifest.json, plain JSON.
+"""manifest.json of a checkpoint: what it holds, and the digest of every byte, as plain JSON.
 
 {"schema": 4, "digest": ..., "state": {"step": 640, ...}, "files": {"rank_00000.bin": 8192, "extra.json": 90},
  "tensors": {"tables.user.weight": {"dtype": "float32", "shape": [943, 32], "chunks": [...]}}, ...}
@@ -27,15 +27,16 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard
 
 _BLOCK = 1 << 18
-"""Bytes taken at a time: what has just been read is still in the core's cache."""
+"""Bytes per block: small enough to be still in the cache when digested."""
 
 
 ALGORITHM = "xxh3_64"
-"""Digest of every chunk."""
+"""Digest of each chunk."""
 
 
 def digest_of(data: memoryview, each: Callable[[int, memoryview], None]) -> str:
-    """each: called with every block's start and the block before that is digested: to read it, or to write it."""
+    """Returns the digest of `data`. each(start, block): called before each block is digested, to read or to write
+    it."""
     digest = xxhash.xxh3_64()
     for start in range(0, len(data), _BLOCK):
         block = data[start : start + _BLOCK]
@@ -46,16 +47,16 @@ def digest_of(data: memoryview, each: Callable[[int, memoryview], None]) -> str:
 
 MANIFEST, EXTRA = "manifest.json", "extra.json"
 SCHEMA = 4
-"""Schema of a checkpoint. 2 and 3 did not name the columns of the data; 1 was torch.distributed.checkpoint's own
-format, which holds pickles."""
+"""Schema of a checkpoint. 2 and 3 lacked the data's columns; 1 was torch.distributed.checkpoint's format with
+pickles."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be written or used: the message says which, and why."""
+    """A checkpoint cannot be written or used; the message says which, and why."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """One that is not what was written: the message names the file. An older one may be whole."""
+    """A checkpoint differs from what was written; the message names the file. An older one may be intact."""
 
 
 class _Strict(pydantic.BaseModel):
@@ -63,10 +64,10 @@ class _Strict(pydantic.BaseModel):
 
 
 class Chunk(_Strict):
-    """Bytes [offset, offset + bytes) of a file; a tensor's chunks in their order are its bytes, row-major.
+    """Bytes [offset, offset + bytes) of a file. A tensor's chunks in order are its bytes, row-major.
 
-    columns, rows: [start, stop) of the tensor's, if not all: the chunks of these are their bytes. Of what is kept a
-    row, each part of a table that is split by columns has its own, for its columns.
+    columns, rows: [start, stop) of the tensor, if not all; chunks of the same range are its bytes. Row-wise state has a
+    value per row for each column shard.
     """
 
     file: str = pydantic.Field(pattern=r"^rank_\d{5}\.bin$")
@@ -82,7 +83,7 @@ class Chunk(_Strict):
 
 
 class SavedTensor(_Strict):
-    """Shape, type and chunks of a tensor."""
+    """Shape, dtype and chunks of a tensor."""
 
     dtype: str
     shape: list[NonNegativeInt]
@@ -90,8 +91,8 @@ class SavedTensor(_Strict):
 
 
 class SavedState(_Strict):
-    """How far training had come. plan: that of the ranks that wrote it. replicated: tables that it does not place, for
-    each rank had a copy. dedup: tables that send each id once. columns: of the data, in the model's order."""
+    """Progress of training. plan: of the ranks that wrote it. replicated: tables outside the plan, copied to every
+    rank. dedup: tables that send each id once. columns: of the data, in the model's order."""
 
     step: Count
     epoch: Count = 0
@@ -110,7 +111,7 @@ class SavedState(_Strict):
 
 
 class Manifest(_Strict):
-    """files: name -> bytes. extra: digest of extra.json."""
+    """A checkpoint's contents. files: name -> bytes. extra: digest of extra.json."""
 
     schema_: int = pydantic.Field(alias="schema")
     state: SavedState
@@ -125,7 +126,7 @@ class Manifest(_Strict):
 
     @staticmethod
     def of(state: SavedState, files: dict[str, int], extra: str, saved: Mapping[str, SavedTensor]) -> Manifest:
-        """saved: under the names of the ranks that wrote them, which may be of parts: `tables.item[0:64].weight`."""
+        """Combines tensors saved under their ranks' names, which may be of shards: `tables.item[0:64].weight`."""
         tensors: dict[str, SavedTensor] = {}
         for key, part in saved.items():
             name, shard = name_and_shard(key)
@@ -148,17 +149,16 @@ class Manifest(_Strict):
 
 
 def name_and_shard(key: str) -> tuple[str, Shard]:
-    """A rank's `tables.item[0:64].weight` is columns 0 to 64 of `tables.item.weight`."""
+    """Splits a rank's `tables.item[0:64].weight` into `tables.item.weight` and its shard."""
     owner, dot, tensor = key.rpartition(".")
     shard = Shard.parse(owner)
     return f"{shard.table}{dot}{tensor}", shard
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of the checkpoint `path`. DamagedCheckpoint names the key or the file that is not as it was
-    written."""
+    """Reads the manifest of the checkpoint `path`. DamagedCheckpoint names the key or file that has changed."""
     file = path / MANIFEST
-    if not os.path.exists(file) and os.path.exists(path / "state.json"):  # which bear names that are too long
+    if not os.path.exists(file) and os.path.exists(path / "state.json"):  # os.path takes names that are too long
         raise _of_an_earlier_format(path, "it executed code")
     try:
         record = json.loads(file.read_bytes())
@@ -170,13 +170,13 @@ def read_manifest(path: Path) -> Manifest:
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: it is not a JSON object.")
     digest = record.pop("digest", None)
     if record.get("schema") in (2, 3):
-        raise _of_an_earlier_format(path, "it does not say in which order it takes the data's columns")
+        raise _of_an_earlier_format(path, "it does not record the order of the data's columns")
     if record.get("schema") != SCHEMA:
         raise DamagedCheckpoint(
             f"checkpoint file '{file}': schema is {show(record.get('schema'))}; this version reads {SCHEMA}."
         )
     if digest != _digest(record):
-        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
+        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest does not match its contents.")
     try:
         manifest = Manifest.model_validate(record)
     except pydantic.ValidationError as error:
@@ -189,7 +189,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     if path.name != step_name(manifest.state.step):
         raise DamagedCheckpoint(
-            f"checkpoint file '{file}': state.step is {manifest.state.step}, not that of its folder."
+            f"checkpoint file '{file}': state.step is {manifest.state.step}, but its folder is named otherwise."
         )
     for name, size in manifest.files.items():
         found = os.path.getsize(path / name) if os.path.isfile(path / name) else None
@@ -201,28 +201,28 @@ def read_manifest(path: Path) -> Manifest:
 
 def _of_an_earlier_format(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint '{path}' is of an earlier format, which this version does not read ({why}). Continue it with the "
+        f"checkpoint '{path}' has an earlier format, which this version does not read ({why}). Continue it with the "
         "version that wrote it, or start a new run."
     )
 
 
 def read_extra(path: Path, manifest: Manifest) -> Any:
-    """Reads what a checkpoint holds beside tensors, checked by its digest."""
+    """Reads extra.json of a checkpoint and checks its digest."""
     file = path / EXTRA
     try:
         data = file.read_bytes()
     except OSError as error:
         raise DamagedCheckpoint(f"checkpoint file '{file}' cannot be read: {error.strerror}.") from error
     if bytes_digest(data) != manifest.extra:
-        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
+        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest does not match its contents.")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"checkpoint file '{file}' holds no JSON that a job writes ({error}).") from error
+        raise DamagedCheckpoint(f"checkpoint file '{file}' holds JSON that no job writes ({error}).") from error
 
 
 def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """CheckpointError where a checkpoint has other tensors than the model."""
+    """Raises CheckpointError if the checkpoint's tensors differ from the model's in name or shape."""
     missing, foreign = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
     other = [
         f"{name} is {list(saved[name])}, the model has {list(wanted[name])}"
@@ -234,23 +234,23 @@ def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mappi
 
 
 def check_dtypes(path: Path, saved: Mapping[str, SavedTensor], wanted: Mapping[str, Tensor]) -> None:
-    """CheckpointError where a checkpoint's tensors, or parts of them, are of other types than those of the model."""
+    """Raises CheckpointError if tensors, or shards of them, have other dtypes than the model's."""
     types = {name_and_shard(key)[0]: str(tensor.dtype).removeprefix("torch.") for key, tensor in wanted.items()}
     differ = [(name, dtype) for name, dtype in types.items() if saved[name].dtype != dtype]
     check_same(path, [f"{name} is {saved[name].dtype}, the model's is {dtype}" for name, dtype in differ])
 
 
 def check_columns(path: Path, saved: Columns | None, wanted: Columns | None) -> None:
-    """CheckpointError where a model that takes its columns in the order `wanted` cannot go on from the checkpoint."""
+    """Raises CheckpointError if the checkpoint's model takes its columns in another order than `wanted`."""
     if wanted is not None and saved != wanted:
         raise CheckpointError(
-            f"checkpoint '{path}' takes the data's columns in another order than this job's first checkpoint did: "
+            f"checkpoint '{path}' takes the data's columns in another order than this job's first checkpoint: "
             f"{saved}; here {wanted}. Resume from it by name: --resume {path}"
         )
 
 
 def check_same(path: Path, differences: Sequence[str]) -> None:
-    """CheckpointError where there are any between a checkpoint and the model."""
+    """Raises CheckpointError if there are differences between checkpoint and model."""
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         said = "; ".join(difference[:300] for difference in differences[:5])
@@ -261,10 +261,10 @@ def check_same(path: Path, differences: Sequence[str]) -> None:
 
 
 def bytes_digest(data: bytes) -> str:
-    """Digest of bytes."""
+    """Returns the digest of bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Digest of the content: how it is spaced and ordered has no effect."""
+    """Returns the digest of the content, independent of spacing and order."""
     return bytes_digest(json.dumps(record, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""A trained model as one module of plain torch, read from a checkpoint: no ranks, no plan, no fused lookup.
+"""A trained model as a plain torch module, read from a checkpoint: no ranks, no plan, no fused lookup.
 
 model = PlainModel(weights, source, features, config.model)      # weights: a SavedWeights
 export_plain(model, source, file)
@@ -22,10 +22,10 @@ from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 
 
 class PlainModel(nn.Module):
-    """The same predictions from torch's own modules: probabilities [B] (or [B, L]) = model(dense_BF, values, offsets).
+    """Predicts with torch's own modules: probabilities [B] (or [B, L]) = model(dense_BF, values, offsets).
 
-    values, offsets: one tensor a feature, in the order of the data's, as nn.EmbeddingBag takes them; `weights` after
-    them where the data's ids have some.
+    values, offsets: a tensor per feature in the data's order, as nn.EmbeddingBag takes them; then `weights`, if the
+    data's ids have weights.
     """
 
     def __init__(self, weights: SavedWeights, source: DataSource, features: Features, config: ModelConfig) -> None:
@@ -61,12 +61,12 @@ class PlainModel(nn.Module):
 
 
 def _lengths(offsets: Tensor, values: Tensor) -> Tensor:
-    """[B] of the bags that start there; the last one ends with the values."""
+    """Returns the lengths [B] of bags that start at `offsets`; the last one ends with the values."""
     return torch.diff(offsets, append=torch.ones_like(offsets[:1]) * values.shape[0])
 
 
 def export_plain(model: PlainModel, source: DataSource, file: BinaryIO) -> None:
-    """A program that torch.export.load(file).module() runs without this package, for any batch size."""
+    """Exports a program for any batch size, which torch.export.load(file).module() runs without this package."""
     model, samples = model.eval().requires_grad_(False), 3
     count = len(model.table_of)
     values = [torch.zeros(2 * samples + number, dtype=torch.int64) for number in range(count)]
@@ -84,8 +84,7 @@ def export_plain(model: PlainModel, source: DataSource, file: BinaryIO) -> None:
 
 
 def call_of(source: DataSource) -> dict[str, Any]:
-    """Describes the program's arguments and what it returns, in order. In shapes B is the batch size, N the ids of a
-    feature in the batch."""
+    """Describes the program's arguments and results in order. Shapes: B is the batch size, N a feature's ids in it."""
     names = [table.name for table in source.tables]
 
     def one_a_feature(argument: str, size: str, dtype: str) -> dict[str, Any]:

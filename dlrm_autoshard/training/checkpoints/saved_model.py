@@ -1,7 +1,7 @@
-"""A trained model, read from a run: to evaluate, and to predict with.
+"""Reads a trained model from a run, to evaluate it and predict with it.
 
 with saved_model(Path("runs/mine"), splits=["test"]) as model:
-    model.logits("test")                         # [S] logits and [S] labels
+    model.logits("test")                         # logits [S] and labels [S]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dlrm_autoshard.training.state import plan_of
 
 @dataclass(frozen=True)
 class SavedModel:
-    """As after the checkpoint; nothing of the run is written to."""
+    """The model as of a checkpoint. Nothing is written to the run."""
 
     runtime: Runtime
     config: Config
@@ -51,8 +51,8 @@ class SavedModel:
     step: int
 
     def logits(self, split: Split, *, quiet: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order, on rank 0. A
-        collective. quiet: rank 0 does not show how far it is."""
+        """Returns logits [S] and labels [S] ([S, L] for L tasks) of the split's samples in order, on rank 0. A
+        collective. quiet: show no progress."""
         if self.data.source.num_samples(split) == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
         with self.data.batches(split, epoch=0) as batches:
@@ -72,15 +72,16 @@ def saved_model(
     device: Literal["auto", "cpu", "cuda"] | None = None,
     trust: bool = False,
 ) -> Iterator[SavedModel]:
-    """checkpoint: the run's newest where none is named. data: `data.key=value`, of data other than the run's. labelled:
-    False where they may come without labels. splits: what is read of them. device: the run's where none is named.
-    trust: as `config_of` takes it. The tables' weights come into memory, without their optimizer's state."""
+    """Yields a run's model; loads the tables' weights without optimizer state.
+
+    checkpoint: default the newest. data: overrides `data.key=value` for other data. labelled: False if the data may
+    lack labels. splits: those that will be read. device: default the run's. trust: as in `config_of`."""
     for override in data:
         if not override.startswith("data."):
-            raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
+            raise UserError(f"'{override}': the model stays as it was trained; only data.key=value can be given.")
     config = config_of(run, data, trust=trust)
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
-    tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
+    tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # has no state
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
         path = runtime.from_rank_0(lambda: CheckpointFolder(run / "checkpoints").asked_for(checkpoint))
         loaded = TrainingData(source, config, runtime, path, labelled=labelled)
@@ -104,30 +105,30 @@ def saved_model(
 
 
 def config_of(run: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Config:
-    """Returns a run's settings. UserError where they name Python that lies in the run, which whoever made the run wrote
-    and a reader may never have seen, and `trust` is not given."""
+    """Returns a run's settings. UserError if they name Python files in the run itself, which readers may never have
+    seen, unless `trust` is given."""
     check_run(run)
     config = load_config(run / CONFIG, overrides)
     places = {"data.factory": getattr(config.data, "factory", None), "model.factory": config.model.factory}
     for key, place in places.items():
         if place is not None and not trust and plug_in.lies_in(place, run):
             raise UserError(
-                f"{run / CONFIG}: {key} is '{place}', Python that lies in the run's own directory and would be "
-                "executed. Read it; where you trust it, add --trust."
+                f"{run / CONFIG}: {key} is '{place}', Python in the run's own directory that would be run. Read it; if "
+                "you trust it, add --trust."
             )
     return config
 
 
 def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: ShardingPlan | None) -> ShardingPlan:
-    """As they were trained, where that was on as many ranks; else as many bytes on each, and split by columns where one
-    fits no rank. UserError where their weights do not fit."""
+    """Returns the plan of training if it fits these ranks, else one with equal bytes per rank, which splits tables that
+    fit no rank. UserError if the weights do not fit."""
     splits = Splits(max_parts=topology.world_size, min_dim=4, optimizer="sgd", rows=True)
     task = PlacementTask.build(tables, [TableStats(1.0)] * len(tables), topology, batch_size=1, splits=splits)
-    same = trained is not None and {*trained.tables} == {*task.names}  # none was replicated
+    same = trained is not None and {*trained.tables} == {*task.names}  # no table was replicated
     if same and trained is not None and trained.world_size == topology.world_size and task.allows(trained):
         return trained
     try:
         return Planner("size_greedy").plan(task).plan
     except PlanError as error:
         what, _, _ = str(error).partition(". ")
-        raise UserError(f"{what}. Start more ranks, on machines with more memory in all.") from error
+        raise UserError(f"{what}. Start more ranks, on machines with more memory in total.") from error

@@ -1,4 +1,4 @@
-"""A trained model's weights, straight from the checkpoint and one tensor at a time: its tables need fit no machine.
+"""Reads a trained model's weights from a checkpoint, one tensor at a time: all tables together need not fit in memory.
 
 weights = SavedWeights.open(checkpoint, features.tables)
 for name, tensor in weights.tensors(): ...                # tables.item.weight, dense.over_mlp.0.weight, ...
@@ -24,12 +24,12 @@ from dlrm_autoshard.training.checkpoints.manifest import (
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors
 
 DENSE, BUFFERS = "dense.", "dense_buffers."
-"""Prefixes of names in a checkpoint; a module's state dict has parameters and buffers side by side."""
+"""Prefixes of names in a checkpoint; a module's state dict has parameters and buffers together."""
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """tables: what a checkpoint calls the weights of each, in the order of the data's tables."""
+    """The weights in a checkpoint. tables: table -> the name of its weights, in the order of the data's tables."""
 
     path: Path
     manifest: Manifest
@@ -37,7 +37,7 @@ class SavedWeights:
 
     @staticmethod
     def open(path: Path, tables: Sequence[TableConfig]) -> SavedWeights:
-        """path: a checkpoint. CheckpointError where it has other tables."""
+        """Opens a checkpoint; CheckpointError if its tables differ."""
         manifest = read_manifest(path)
         names = {table.name: f"tables.{table.name}.weight" for table in tables}
         wanted = {names[table.name]: (table.num_embeddings, table.embedding_dim) for table in tables}
@@ -51,12 +51,12 @@ class SavedWeights:
         return self.manifest.state.step
 
     def __len__(self) -> int:
-        """Returns how many tensors there are."""
+        """Returns the number of tensors."""
         return len(self.tables) + sum(name.startswith((DENSE, BUFFERS)) for name in self.manifest.tensors)
 
     def tensors(self, prefix: str = "tables.") -> Iterator[tuple[str, Tensor]]:
-        """prefix: what stands before a table's name. DamagedCheckpoint where a tensor's bytes are not those that were
-        written."""
+        """Yields (name, tensor) of all weights. prefix: of the tables' names. DamagedCheckpoint if bytes have
+        changed."""
         for table, saved in self.tables.items():
             yield f"{prefix}{table}.weight", self._read(saved)
         for saved in self.manifest.tensors:
@@ -65,12 +65,12 @@ class SavedWeights:
                     yield DENSE + saved.removeprefix(start), self._read(saved)
 
     def table(self, name: str) -> Tensor:
-        """Returns the weights of a table, all of its columns."""
+        """Returns a table's weights, all columns."""
         return self._read(self.tables[name])
 
     def load(self, dense: nn.Module, shards: Mapping[str, Tensor] | None = None) -> None:
-        """Fills the dense part's parameters and buffers, and shards' weights by their names, in place. CheckpointError
-        where one is of another model."""
+        """Fills the dense part's parameters and buffers, and shards' weights by name, in place. CheckpointError if they
+        are of another model."""
         kept = dense.state_dict().keys()
         wanted: dict[str, Tensor] = {f"{DENSE}{name}": parameter for name, parameter in dense.named_parameters()}
         wanted |= {f"{BUFFERS}{name}": buffer for name, buffer in dense.named_buffers() if name in kept}
@@ -91,7 +91,7 @@ class SavedWeights:
         saved = self.manifest.tensors[name]
         dtype = getattr(torch, saved.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"checkpoint '{self.path}': {name} is {saved.dtype}, which is no type of numbers.")
+            raise CheckpointError(f"checkpoint '{self.path}': {name} is {saved.dtype}, which is not a dtype of torch.")
         tensor = torch.empty(saved.shape, dtype=dtype)
         read_tensors(self.path, self.manifest, {name: tensor})
         return tensor

@@ -1,7 +1,7 @@
-"""One rank's tensors in one file, chunk by chunk, without a copy of all of them.
+"""Writes and reads one rank's tensors in one file, in chunks, without copying all of them.
 
 saved = write_tensors(draft / "rank_00000.bin", tensors)        # {"dense.w": SavedTensor(...)}, the file on disk
-read_tensors(checkpoint, manifest, tensors)                     # in place, each chunk checked as it arrives
+read_tensors(checkpoint, manifest, tensors)                     # in place; checks each chunk's digest
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from dlrm_autoshard.training.checkpoints.manifest import (
 )
 
 CHUNK = 16 << 20
-"""Bytes at most: of a GPU's tensor so much is on its way through the host."""
+"""Most bytes per chunk, and of a GPU tensor on its way through the host."""
 _READERS = 4
 _BUFFER = 16 << 20
 _ALIGNED = mmap.PAGESIZE
-"""Addresses, places and lengths of direct writes are multiples of the disk's block, which is a page at most."""
+"""Addresses, offsets and lengths of direct writes must be multiples of the disk's block, which is at most a page."""
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, SavedTensor]:
-    """Writes and waits until it is on disk. OSError where it cannot be written."""
+    """Writes tensors and waits until they are on disk. OSError if they cannot be written."""
     saved, offset = {}, 0
     with DirectFile(file) as out:
         for name, tensor in tensors.items():
@@ -56,10 +56,10 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, SavedT
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where a chunk goes that is of another part of the table than the tensor it is read into.
+    """Copies a chunk of one shard of a table into a tensor that holds another shard.
 
-    first: number of the chunk's first element among those of `saved`. Of what is kept a row, the tensor's is the mean
-    of the parts that were saved, by columns. Both parts name their rows and columns.
+    first: the chunk's first element within `saved`. Row-wise state is the mean of the saved column shards, weighted by
+    columns. Both shards have explicit rows and columns.
     """
 
     into: Tensor
@@ -68,7 +68,7 @@ class _Cut:
     first: int
 
     def takes(self, elements: int) -> bool:
-        """Whether some of the rows of a chunk of so many elements are wanted."""
+        """Returns whether any rows of a chunk with so many elements are wanted."""
         common = self.saved & self.wanted
         assert common is not None
         width = _width(self.saved) if self.into.dim() == 2 else 1
@@ -89,7 +89,7 @@ class _Cut:
             return
         width, place = _width(self.saved), self.first
         low, high = (0, width) if columns.start is None else (columns.start, columns.stop)
-        while len(values):  # a row that the chunk has a piece of, whole rows, another such row
+        while len(values):  # the end of a row, whole rows, the start of a row
             row, column = divmod(place, width)
             whole = column == 0 and len(values) >= width
             count = len(values) // width * width if whole else min(width - column, len(values))
@@ -104,7 +104,7 @@ class _Cut:
 
 
 def _clipped(wanted: slice, count: int, first: int) -> tuple[int, int]:
-    """[start, stop) among the wanted rows of those rows [first, first + count) that are wanted."""
+    """Returns the range [start, stop) within `wanted` that rows [first, first + count) cover."""
     start, stop = wanted.start or 0, wanted.stop
     return max(first - start, 0), (first + count if stop is None else min(first + count, stop)) - start
 
@@ -115,9 +115,9 @@ def _width(shard: Shard) -> int:
 
 
 def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """DamagedCheckpoint names the file that is not what was written; some tensors may hold its contents by then.
+    """Fills tensors of whole tables, or of shards (`tables.item[0:64].weight`), whatever shards were written.
 
-    tensors: of whole tables, or of columns (`tables.item[0:64].weight`), whoever wrote which columns."""
+    DamagedCheckpoint names a file that has changed; some tensors may be filled by then."""
     jobs: list[tuple[Chunk, Tensor | _Cut]] = []
     for key, tensor in tensors.items():
         name, shard = name_and_shard(key)
@@ -142,12 +142,12 @@ def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) 
         for done in [readers.submit(read, *job) for job in jobs if not is_sum(job[1])]:
             done.result()
         for job in jobs:
-            if is_sum(job[1]):  # whose last bit depends on the order
+            if is_sum(job[1]):  # in one order, on which the last bit depends
                 read(*job)
 
 
 def _jobs(what: str, saved: SavedTensor, tensor: Tensor, part: Shard) -> list[tuple[Chunk, Tensor | _Cut]]:
-    """Where each chunk of a saved tensor goes, of which `tensor` is this part, or all."""
+    """Returns where each chunk of a saved tensor goes. `tensor` holds this shard of it, or all."""
     groups: dict[tuple[tuple[int, int] | None, tuple[int, int] | None], list[Chunk]] = {}
     for chunk in saved.chunks:
         groups.setdefault((_pair(chunk.columns), _pair(chunk.rows)), []).append(chunk)
@@ -214,25 +214,25 @@ def _read(path: Path, descriptor: int, chunk: Chunk, part: Tensor) -> None:
     if digest != chunk.digest:
         raise DamagedCheckpoint(
             f"checkpoint file '{path / chunk.file}' is damaged: bytes {chunk.offset} to "
-            f"{chunk.offset + chunk.bytes} are not those that were written."
+            f"{chunk.offset + chunk.bytes} have changed since they were written."
         )
     if host is not part:
         part.copy_(host)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A flat view of the tensor's memory."""
+    """Returns a flat uint8 view of the tensor's memory."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 class DirectFile:
-    """A file that is written from its start to its end past the kernel's page cache, where the file system can, and is
-    on disk when its block ends.
+    """A file written from start to end past the kernel's page cache, if the file system can; on disk when its block
+    ends.
 
-    Through the cache a core copies every byte into pages of its own, which push out what others read: two ranks that
-    wrote a GiB each took twice as long. As FastPersist (arXiv:2406.13768).
+    Through the cache a core copies every byte into new pages, which displace what others read: two ranks that wrote a
+    GiB each took twice as long. As in FastPersist (arXiv:2406.13768).
 
-    OSError where it cannot be written; it may be there in part by then.
+    OSError if it cannot be written; part of it may exist then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -244,7 +244,7 @@ class DirectFile:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            self._file = os.open(path, flags, 0o666)  # of memory, or over a network that has no such writes
+            self._file = os.open(path, flags, 0o666)  # file systems in memory or on a network may lack direct writes
 
     def write(self, data: memoryview) -> None:
         """data: contiguous bytes."""
@@ -264,7 +264,7 @@ class DirectFile:
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
                 if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                     raise
-                # Its blocks are larger, or a write that ended in the middle of one left the rest of it.
+                # The disk's blocks are larger than a page, or a partial write left an unaligned rest.
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._filled = 0
 
@@ -275,7 +275,7 @@ class DirectFile:
         try:
             if kind is None:
                 self._write_out(-(-self._filled // _ALIGNED) * _ALIGNED)
-                os.ftruncate(self._file, self._size)  # what fills its last block up
+                os.ftruncate(self._file, self._size)  # removes the padding of the last block
                 os.fsync(self._file)
         finally:
             os.close(self._file)
