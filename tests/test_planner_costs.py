@@ -420,5 +420,5 @@ def test_a_prediction_is_refused_as_an_observation(fitted: Planner) -> None:
     tables, stats = some_tables(2)
     plan = ShardingPlan({t.name: 0 for t in tables}, 1)
     predicted = StepProfile(plan, tuple(tables), tuple(stats), BATCH, (RankCost(1.0),), source="predicted")
-    with pytest.raises(ValueError, match="no observation"):
+    with pytest.raises(ValueError, match="not an observation"):
         Planner("search").costs.observe(predicted)

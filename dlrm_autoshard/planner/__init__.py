@@ -1,6 +1,6 @@
-"""From tables, statistics and measured costs to a sharding plan.
+"""Turns tables, statistics and measured costs into a sharding plan.
 
-In: a `PlacementTask`, and profiles of measured steps. Out: a `PlanResult`, and predicted `RankCost`s.
-torch on the CPU only: no torch.distributed, no fbgemm, no clock but for budgets. DERIVATIONS.md says what to
-read first, and derives the costs.
+Takes a `PlacementTask` and profiles of measured steps; returns a `PlanResult` and predicted `RankCost`s. Uses torch on
+the CPU only: no torch.distributed, no fbgemm, no clock but for budgets. Read DERIVATIONS.md first; it derives the
+costs.
 """

@@ -1,4 +1,4 @@
-"""Makes the plans that compete: every heuristic, the searches, a learned policy's, and what search makes of each.
+"""Makes the plans that compete: by heuristics, by searches from them, and by a learned policy.
 
 makers.candidates("auto", task, costs_of)
 """
@@ -24,11 +24,11 @@ LEARNED = ("dreamshard", "autoshard", "rnn")
 ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
 MEDIUM = 30_000
-"""Units x ranks, beyond which search is alone."""
+"""Units x ranks above which only one search runs."""
 
 
 class CandidateMakers:
-    """Makes plans with and without policies that learn."""
+    """Makes candidate plans; learned policies are made on first use."""
 
     def __init__(self, settings: DreamShardSettings, seed: int = 0, reference: bool = False) -> None:
         self.settings, self.seed, self._reference = settings, seed, reference
@@ -41,7 +41,7 @@ class CandidateMakers:
         costs_of: CostsOf,
         deadline: float | None = None,
     ) -> list[Candidate]:
-        """Every heuristic, and what `algorithm` makes; tables that fit no rank whole are split in all of them."""
+        """Returns the plans of all heuristics and of `algorithm`. All split tables that fit no rank whole."""
         task = fitting(task)
         costs = costs_of(task)
         size = len(task.units) * task.world_size
@@ -59,7 +59,7 @@ class CandidateMakers:
 
     @property
     def policies(self) -> Policies:
-        """The learned algorithms, made when the first of them is asked for: no start needs them, or imports them."""
+        """The learned algorithms, made and imported on first use, as no start needs them."""
         if self._policies is None:
             from dlrm_autoshard.planner.baselines.policies import Policies
 
@@ -68,11 +68,11 @@ class CandidateMakers:
 
     @property
     def by_reference(self) -> bool:
-        """Whether `dreamshard` is the published one."""
+        """Whether `dreamshard` is the published version."""
         return self._reference if self._policies is None else self._policies.reference is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """None for policies that nobody asked for."""
+        """Returns weights by policy; None for those never used."""
         if self._policies is None and not self._reference:
             return {"policy": None, "sequences": None, "reference": None}
         return self.policies.to_json()

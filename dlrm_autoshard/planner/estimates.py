@@ -1,8 +1,8 @@
-"""Expected costs of plans by all that was measured, and how sure they are.
+"""Estimates plans' costs from all measurements, with their uncertainty.
 
 found = estimates(task, costs, corrections, [rank_U, other_U])
-found.step_ms[1], found.gain(0, 1)       # Gain(mean=0.031, std=0.012): what the second saves over the first
-found.worth_knowing()                    # 0.009: part of the step that choosing saves, once their costs are known
+found.step_ms[1], found.gain(0, 1)       # Gain(mean=0.031, std=0.012): saving of the second over the first
+found.worth_knowing()                    # 0.009: fraction of the step that knowing the costs would save
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 
 DRAWS = 512
 ROUNDS = 2
-"""In which plans are measured, interleaved."""
+"""How often finalists are measured, interleaved."""
 MOST_RANKS = 32
-"""Ranks of each plan and stage that are drawn, the costliest: others are hardly ever the slowest."""
+"""Most ranks to draw per plan and stage, the costliest ones; others are rarely the slowest."""
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """step_ms_DP: [D, P] what each of P plans may cost, in D draws of what the measurements leave open.
+    """Posterior draws of plans' step costs. step_ms_DP: ms [D, P] of P plans in D draws.
 
-    A stage takes as long as its slowest rank, so what is not known of the ranks makes a step longer, on average, than
-    the slowest rank's expected time. Of a plan that has been measured little is unknown; one that was only searched
-    for must save that much more.
+    A stage takes as long as its slowest rank, so uncertainty about ranks makes a step longer on average than the
+    slowest rank's expected time. Measured plans have little uncertainty; a plan that was only searched must save that
+    much more.
     """
 
     step_ms_DP: np.ndarray
 
     @property
     def step_ms(self) -> np.ndarray:
-        """[P], expected."""
+        """Expected ms [P]."""
         mean: np.ndarray = self.step_ms_DP.mean(axis=0)
         return mean
 
@@ -52,17 +52,19 @@ class Estimates:
         return Gain(float(saved_D.mean()), float(saved_D.std()))
 
     def saved_DP(self, current: int) -> np.ndarray:
-        """[D, P] of the current plan's step: in each draw both err by what they have in common."""
+        """Returns savings [D, P] as fractions of the current plan's step; common errors cancel within a draw."""
         current_D1 = self.step_ms_DP[:, [current]]
         return 1 - self.step_ms_DP / current_D1 if current_D1.all() else np.zeros_like(self.step_ms_DP)
 
     def of(self, plans: Sequence[int]) -> Estimates:
-        """Some of the plans."""
+        """Returns the estimates of some of the plans."""
         return Estimates(self.step_ms_DP[:, plans])
 
     def worth_knowing(self, kept: int | None = None) -> float:
-        """Part of the step that choosing between the plans would save, on average, if their costs were known. kept: the
-        plan that is taken if they are not; where nothing is said, the one that is expected to cost least."""
+        """Returns the value of information: the fraction of a step that choosing would save on average if costs were
+        known.
+
+        kept: the plan taken without knowing them; default: the one with the lowest expected cost."""
         expected = float(self.step_ms.min() if kept is None else self.step_ms[kept])
         return 1 - float(self.step_ms_DP.min(axis=1).mean()) / expected if expected else 0.0
 
@@ -70,8 +72,8 @@ class Estimates:
 def expected_ms(
     task: PlacementTask, costs: TaskCosts, corrections: Corrections, rank_U: np.ndarray
 ) -> tuple[np.ndarray, Stages]:
-    """[W, 4] that each rank takes, with what is known of sets of tables like its own beside that of single tables; and
-    the ranks' forward, then backward computations."""
+    """Returns ms [W, 4] of each rank, corrected by measurements of sets like its tables; and the ranks' forward, then
+    backward computations."""
     inside_WT = (rank_U[task.units.unit_of_T] == np.arange(task.world_size)[:, None]).astype(np.float64)
     ms_W4 = costs.rank_ms(rank_U)
     stages = _stages(costs, inside_WT, ms_W4[:, COMPUTE], np.arange(task.world_size))
@@ -80,7 +82,7 @@ def expected_ms(
 
 
 def _stages(costs: TaskCosts, inside_NT: np.ndarray, ms_N2: np.ndarray, rank_N: np.ndarray) -> Stages:
-    """Forward, then backward computations of sets of the task's tables."""
+    """Describes forward, then backward computations of sets of the task's tables."""
     sums_NK = inside_NT @ costs.summary_TK
     share_2NT = inside_NT * costs.summary_TK[:, COST].T[:, None, :] / (sums_NK[:, COST] + costs.launch_S).T[:, :, None]
     return Stages(
@@ -93,13 +95,13 @@ def _stages(costs: TaskCosts, inside_NT: np.ndarray, ms_N2: np.ndarray, rank_N: 
 
 
 def _alone(task: PlacementTask, costs: TaskCosts, tables: Sequence[int]) -> Stages:
-    """Forward, then backward computations of these tables, each by itself on any rank."""
+    """Describes forward, then backward computations of these tables, each alone on any rank."""
     own = costs.summary_TK[list(tables)]
     return _stages(costs, np.eye(len(task.tables))[list(tables)], costs.device_ms(own), np.full(len(own), -1))
 
 
 def _drawn(covariance: np.ndarray, draws: int) -> np.ndarray:
-    """[D, M] logarithms of factors that are 1 on average; in pairs, so that few draws' means are those of many."""
+    """Draws logarithms [D, M] of factors with mean 1; in antithetic pairs, so that few draws have accurate means."""
     half_DM = np.random.default_rng(0).standard_normal((draws // 2, len(covariance)))
     drawn_DM = np.concatenate([half_DM, -half_DM])
     errors_DM: np.ndarray = drawn_DM @ square_root(covariance).T - covariance.diagonal() / 2
@@ -115,9 +117,10 @@ def estimates(
     alone: Sequence[int] | None = None,
     placed: Sequence[np.ndarray] = (),
 ) -> Estimates:
-    """Returns estimates of placements of the task's units. alone, placed: what is drawn then is what the expected
-    costs may be once these tables (numbers of the task's), or these placements, have been measured, and nothing
-    else is known."""
+    """Returns estimates of placements of the task's units.
+
+    alone, placed: draw instead what the expected costs may become once these tables (by number) or these placements
+    have been measured."""
     most = min(task.world_size, MOST_RANKS)
     asked, exchanged = [], []
     for rank_U in placements:

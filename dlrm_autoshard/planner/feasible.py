@@ -1,8 +1,8 @@
-"""Any legal placement, or the reason why there is none.
+"""Finds any legal placement, or the reason why there is none.
 
-    rank_U = feasible(task)      # PlanError: "table 'ad_id' needs 6.2 GiB; ..." where nothing fits
+    rank_U = feasible(task)      # PlanError if nothing fits: "table 'ad_id' needs 6.2 GiB; ..."
 
-Bin packing is NP-hard, so it goes from cheap to thorough; only a search that came to its end proves that nothing fits.
+Bin packing is NP-hard, so methods go from cheap to thorough; only an exhausted search proves that nothing fits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ SEARCH_STEPS = 20_000
 
 
 def feasible(task: PlacementTask) -> np.ndarray:
-    """Returns one rank a unit; PlanError where none is legal (or none was found; the message says which).
+    """Returns a rank per unit; PlanError if no placement is legal, or none was found; the message says which.
 
-    Largest unit first to the rank with most room, then to the tightest that takes it, each with a repair step (one
-    smaller unit is sent elsewhere); then a depth-first search of so many steps; then sets of units that fill a rank.
+    Places the largest unit first on the rank with most room, then on the tightest that takes it, each with a repair
+    step (move one smaller unit elsewhere); then searches depth-first for SEARCH_STEPS; then fills ranks with sets of
+    units.
     """
     units = task.units
     _check_each_fits(task)
@@ -52,7 +53,7 @@ def feasible(task: PlacementTask) -> np.ndarray:
 
 
 def make_room(room: Room, unit: int) -> bool:
-    """Places `unit` by sending one other unit from its new rank elsewhere; False where no single move does it."""
+    """Places `unit` by moving one other unit from its new rank elsewhere; False if no single move suffices."""
     units = room.units
     allowed = np.flatnonzero(units.allowed_UW[unit])
     for rank in allowed[np.argsort(-room.free_W[allowed], kind="stable")]:
@@ -73,7 +74,7 @@ def make_room(room: Room, unit: int) -> bool:
 
 
 def _depth_first(units: Units, order: list[int]) -> tuple[np.ndarray | None, bool]:
-    """(placement or None, whether the search came to its end). Ranks that are alike are tried once."""
+    """Returns (placement or None, whether the search was exhaustive). Tries only one of equal ranks."""
     room = Room(units)
     choices: list[list[int]] = []
     for _ in range(SEARCH_STEPS):
@@ -123,7 +124,7 @@ def _check_each_fits(task: PlacementTask) -> None:
 
 
 def short_in_all(task: PlacementTask) -> int:
-    """Bytes that all usable ranks together have too few; at most 0 where they have enough."""
+    """Returns the bytes that all usable ranks together lack; 0 or less if they have enough."""
     if task.topology.memory_bytes is None:
         return 0
     return int(task.units.bytes_U.sum() - task.units.capacity_W[list(task.topology.usable_ranks)].sum())

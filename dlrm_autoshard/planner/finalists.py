@@ -1,4 +1,4 @@
-"""Which plans to measure, and what to expect of them afterwards: `auto`'s contest where plans can be measured.
+"""Chooses which plans to measure, and combines measurements with predictions: `auto`'s final contest.
 
 candidates = measure_finalists(costs, task, candidates, measure, measure_plans=3)
 best(candidates)
@@ -22,14 +22,14 @@ from dlrm_autoshard.planner.search.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.001
-"""Part of a step. What measuring must be expected to save, where nobody says how long the job is."""
+"""Fraction of a step that measuring must be expected to save, if the job's length is unknown."""
 STEPS_MEASURED = 15
-"""Steps that measuring a plan costs, until one was measured: two rounds of five, exchanges, and drawing ids.
-"""
+"""Steps that measuring a plan is assumed to cost before one was measured: two rounds of five, exchanges, drawing
+ids."""
 RIVALS = 8
-"""Placements of each search that compete to be measured next: the best by prediction is often one that is flattered."""
+"""Results of each search that compete to be measured; the best predicted one often owes it to an error."""
 MOST_OFF = 2.0
-"""Standard errors of a plan's own measurement by which what is expected of it may differ from that."""
+"""Standard errors by which a plan's expected cost may differ from its own measurement."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -42,25 +42,25 @@ def measure_finalists(
     more_seconds: float | None = None,
     steps: int | None = None,
 ) -> list[Candidate]:
-    """All candidates and those found on the way, with what was measured and what is expected of each.
+    """Measures some candidates; returns all, and those found on the way, with `expected_ms` and measurements.
 
-    The plan with the least predicted cost and the best heuristic are measured first. What that says about the tables
-    corrects the predictions, and searches go on with these. Of the placements at which they end, that one is measured
-    next which is worth most to know: it is expected to be faster than the best so far, or may be. And so on, until
-    `measure_plans` are, or neither it nor all of them together are worth it. Every candidate gets `expected_ms`, the
-    best estimate from all of it, and the least one that was measured wins: the best heuristic is among them, so the
-    winner is never expected to be worse. more_seconds: that may be spent once the first two were measured. steps: for
-    which the plan is to serve. Where what the first two would tell saves less time in them, on average, than measuring
-    takes, as where an earlier job measured such plans, none is.
+    The plan with the lowest predicted cost and the best heuristic are measured first. That corrects the predictions,
+    and searches continue with the corrected ones. Of their results the one with the highest value of information is
+    measured next, until `measure_plans` are, or measuring neither it nor all of them would pay. Every candidate gets
+    `expected_ms`, the best estimate from everything; the lowest among measured plans wins. The best heuristic is one of
+    them, so the winner is never expected to be worse.
+
+    more_seconds: for measuring after the first two. steps: that the plan serves. If measuring the first two would save
+    less time in them, on average, than it takes (as when an earlier job measured such plans), nothing is measured.
     """
     profiles: dict[str, StepProfile] = {}
 
     def pays(plans: Sequence[ShardingPlan], measuring: Sequence[ShardingPlan], kept: int | None = None) -> bool:
-        told = costs.estimates(task, plans, placed=measuring)
-        worth = told.worth_knowing(kept)
+        known = costs.estimates(task, plans, placed=measuring)
+        worth = known.worth_knowing(kept)
         if steps is None:
             return worth > WORTH_MEASURING
-        return worth * steps * float(told.step_ms.min()) / 1000 > len(measuring) * seconds
+        return worth * steps * float(known.step_ms.min()) / 1000 > len(measuring) * seconds
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
@@ -102,7 +102,7 @@ def measure_finalists(
 
 
 def _rivals(costs: LearnedCosts, task: PlacementTask, leading: ShardingPlan, deadline: float | None) -> list[Candidate]:
-    """Where searches end that start from the leading plan, and anew; and what splitting tables makes of the best."""
+    """Returns results of searches from the leading plan and from scratch, and of splitting tables of the best."""
     now, base = task.split_as(leading), fitting(task)
     kicks = KICKS if len(base.units) * task.world_size <= MEDIUM else 0
     now_costs, base_costs = costs.costs_of(now), costs.costs_of(base)
@@ -121,18 +121,19 @@ def _rivals(costs: LearnedCosts, task: PlacementTask, leading: ShardingPlan, dea
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Returns the measured candidate, if any, that is expected to cost least."""
+    """Returns the candidate with the lowest expected cost, a measured one if there is any."""
     return min(candidates, key=order)
 
 
 def order(candidate: Candidate) -> tuple[bool, float]:
-    """Sorts measured plans before predicted ones: a prediction alone never beats a measurement."""
+    """Sort key that puts measured plans before predicted ones: a prediction never beats a measurement."""
     return candidate.measured_ms is None, candidate.estimate_ms
 
 
 def _judged(candidate: Candidate, expected_ms: float, profile: StepProfile | None) -> Candidate:
-    """Returns the candidate with what is expected of it. The posterior knows by other plans what a measurement's noise
-    hides, and nothing beyond that: where the two disagree by more, the model is wrong, not the measurement."""
+    """Returns the candidate with its expected cost, limited to MOST_OFF standard errors around its own measurement.
+
+    The posterior may correct a measurement's noise by other plans; a larger difference is an error of the model."""
     if profile is None:
         return replace(candidate, expected_ms=expected_ms)
     measured_ms = step_cost_ms(profile.ranks)

@@ -1,4 +1,4 @@
-"""Costs as a planner knows them, and how it learns them: from start-up samples, and from profiles of real steps.
+"""A planner's costs, and how it learns them: from start-up samples and from profiles of real steps.
 
 costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
 costs.observe(profile)                   # after each interval: conditions the corrections on it
@@ -25,11 +25,11 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
 MOST_START_UP = 200
-"""Start-up shards that corrections are conditioned on."""
+"""Most start-up shards that the corrections are conditioned on."""
 
 
 class LearnedCosts:
-    """costs_from: what the predictions rest on, in words."""
+    """Learns and predicts costs. costs_from: the origin of the predictions, in words."""
 
     def __init__(self, seed: int = 0, cost_model: CostModel | None = None) -> None:
         self.seed = seed
@@ -40,7 +40,7 @@ class LearnedCosts:
         self.costs_from = "an analytic prior (bytes and lookups); nothing was measured"
 
     def costs_of(self, task: PlacementTask) -> TaskCosts:
-        """The costs as far as they are known now, seen from one task."""
+        """Returns the current costs for one task."""
         return TaskCosts(task, self.cost_model, self.exchange, self.corrections)
 
     def learn(
@@ -50,17 +50,17 @@ class LearnedCosts:
         updates: int = 300,
         budget_seconds: float | None = None,
     ) -> FitReport:
-        """Keeps start-up samples and fits the cost model to all that are kept."""
+        """Adds start-up samples and fits the cost model to all."""
         self.replay.add(samples)
         return self.fit_costs(updates, budget_seconds)
 
     def observe(self, profile: StepProfile, topology: Topology | None = None) -> None:
-        """Takes in a profile of real steps (or of the probe on these ranks): arithmetic, no training of networks.
+        """Learns from a profile of real steps or of the probe, by arithmetic only: no network is trained.
 
-        topology: of the ranks that were measured, where the profile does not say on which hosts they are.
+        topology: supplies the ranks' hosts if the profile lacks them.
         """
         if profile.source == "predicted":
-            raise PlanError("a prediction is no observation: observe measured, probed or simulated profiles.")
+            raise PlanError("a prediction is not an observation: observe measured, probed or simulated profiles.")
         if profile.hosts is None and topology is not None:
             profile = replace(profile, hosts=topology.hosts)
         self.replay.add_profile(profile)
@@ -69,41 +69,40 @@ class LearnedCosts:
         self._correct()
 
     def observe_shards(self, samples: Sequence[ShardSample]) -> None:
-        """Takes in what the micro-benchmark measured of a few shards: arithmetic, no training of networks."""
+        """Learns from a few shards that the micro-benchmark measured, by arithmetic only: no network is trained."""
         self.replay.add(samples)
         self._correct()
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
-        """[W] what each rank takes under `plan`, whether or not it is legal."""
+        """Returns each rank's predicted cost [W] under `plan`, legal or not."""
         free = task.covering([plan])
         ms_W4, _ = expected_ms(free, self.costs_of(free), self.corrections, free.placed(plan))
         return rank_costs(ms_W4)
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
-        """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
+        """Returns each rank's factor [W] on compute time. expected_speed: of ranks that were never observed."""
         slowness: np.ndarray = self.corrections.rank_factors_W2(world_size, expected_speed).mean(axis=1)
         return slowness
 
     @property
     def ranks_changed(self) -> bool:
-        """Whether some rank has become slower or faster since the observation before the last, rather than that tables
-        cost what they do."""
+        """Whether a rank's speed has changed since the last but one observation, as opposed to the tables' costs."""
         return self.corrections.ranks_changed
 
     def estimates(
         self, task: PlacementTask, plans: Sequence[ShardingPlan], *,
         alone: Sequence[str] | None = None, placed: Sequence[ShardingPlan] = (),
     ) -> Estimates:  # fmt: skip
-        """Returns what plans, legal or not, are expected to cost by all that was measured, and how sure that is.
-        alone, placed: what may be expected once these tables have been measured alone, or these of the plans."""
+        """Returns estimates of plans, legal or not, from all measurements. alone, placed: as if these tables had been
+        measured alone, or these plans."""
         free = task.covering(plans)
         tables = None if alone is None else [free.names.index(name) for name in alone if name in free.names]
         rank_PU, seen_PU = ([free.placed(plan) for plan in some] for some in (plans, placed))
         return estimates(free, self.costs_of(free), self.corrections, rank_PU, alone=tables, placed=seen_PU)
 
     def fit_costs(self, updates: int, budget_seconds: float | None = None, *, correct: bool = True) -> FitReport:
-        """To start-up samples. correct: condition the corrections on them too; a training that fits many times needs
-        that once, at its end."""
+        """Fits to start-up samples. correct: also condition the corrections on them; a training that fits often needs
+        that only at its end."""
         self._fit_exchange()
         report = fit_cost_model(
             self.cost_model,
@@ -119,7 +118,7 @@ class LearnedCosts:
         return report
 
     def _fit_exchange(self) -> None:
-        """To start-up samples and observed profiles, half of the weight each where there are both."""
+        """Fits to start-up samples and observed profiles, with half of the weight each if there are both."""
         kept, observed = self.replay.comms, [(comms_of(p), weight) for p, weight in self.replay.weighted_profiles()]
         scale = _mass_for(len(kept), observed)
         weights = [1.0] * len(kept) + [weight * scale for _, weight in observed]
@@ -149,6 +148,6 @@ class LearnedCosts:
 
 
 def _mass_for(kept: int, observed: Sequence[tuple[object, float]]) -> float:
-    """The factor on observed weights that makes them count as much as what is kept from start-up."""
+    """Returns the factor that makes observed weights count as much as the start-up samples."""
     mass = sum(weight for _, weight in observed)
     return max(1.0, kept / mass) if mass else 1.0

@@ -1,9 +1,9 @@
-"""The planner: learned costs, algorithms by name, and `auto`, which takes the best of them all.
+"""The planner: learned costs, algorithms by name, and `auto`, which chooses the best of them.
 
     result = planner.plan(PlacementTask.build(tables, stats, topology, batch_size=4096))
 
-Seeded: the same calls give the same plan (unless `budget_seconds` cuts them short). No torch.distributed here: where
-ranks can measure plans, the caller hands in `measure`.
+Seeded: equal calls give equal plans, unless `budget_seconds` ends them early. Needs no torch.distributed: the caller
+passes `measure` if ranks can measure plans.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 __all__ = ["ALGORITHMS", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
-"""Share of the budget for measuring finalists beyond the first two."""
+"""Fraction of the budget for measuring finalists after the first two."""
 
 
 class Planner:
@@ -65,7 +65,8 @@ class Planner:
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> FitReport:
-        """DreamShard's training on many tasks (`fit_planner.py`). Generalizes to other tables and numbers of them."""
+        """Runs DreamShard's training on many tasks (`fit_planner.py`). Generalizes to other tables and numbers of
+        them."""
         from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner  # no start needs it
 
         return fit_planner(self.costs, self.makers, self.algorithm, tasks, measure, progress)
@@ -79,10 +80,10 @@ class Planner:
         budget_seconds: float | None = None,
         steps: int | None = None,
     ) -> PlanResult:
-        """A legal plan by this planner's algorithm; PlanError where none exists.
+        """Returns a legal plan by this planner's algorithm; PlanError if there is none.
 
-        measure: called with plans, returns their profiles; `auto` measures its finalists with it. steps: for which the
-        plan is to serve, where that is known: in few of them measuring may not pay.
+        measure: returns profiles of plans; `auto` measures its finalists with it. steps: that the plan serves, if
+        known; with few steps measuring may not pay.
         """
         started = time.perf_counter()
         deadline = deadline_in(budget_seconds)
@@ -112,7 +113,7 @@ class Planner:
     def _splitted(
         self, task: PlacementTask, candidates: Sequence[Candidate], deadline: float | None
     ) -> list[Candidate]:
-        """Returns a candidate with tables split, where that is predicted to cost less than the best whole one."""
+        """Returns a candidate with split tables, if it is predicted to cost less than the best without."""
         best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
         start = task.split_as(best_plan)
         found = split_search(start, self.costs.costs_of, start.ranks_from(best_plan), deadline)
@@ -154,13 +155,13 @@ class Planner:
         return saved_DP
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
-        """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
+        """Returns each rank's factor [W] on compute time. expected_speed: of ranks that were never observed."""
         return self.costs.rank_slowness(world_size, expected_speed)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was learned and observed, as plain lists and numbers (JSON)."""
+        """Returns everything learned and observed as JSON."""
         return {
             "schema": 2,
             "algorithm": self.algorithm,
@@ -169,7 +170,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The algorithm stays this planner's. FormatError names the key that is missing, unknown or wrong."""
+        """Restores a state, but keeps this planner's algorithm. FormatError names a missing, unknown or wrong key."""
         if state.get("schema") != 2:
             raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 2.")
         record = checked(PlannerRecord, state)

@@ -1,4 +1,4 @@
-"""A planner's result: the plan, its predicted cost, and everything it was chosen from.
+"""A planner's result: the plan, its predicted cost, and the candidates it was chosen from.
 
 result.plan.tables_on(0)
 result.best("lookup_greedy").predicted_ms, result.chosen.predicted_ms
@@ -15,11 +15,10 @@ from dlrm_autoshard.plan import ShardingPlan
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that was considered. `name`: the algorithm that made it, '+search' where local search improved it.
+    """A plan that was considered. name: the algorithm that made it, '+search' if local search improved it.
 
-    measured_ms: its step cost as measured, where it was; measured_source: 'probe', 'measured' or 'simulated'.
-    expected_ms: the best estimate from predictions and measurements together, where plans were measured: a noisy
-    measurement counts less.
+    measured_ms: its step cost, if measured; measured_source: 'probe', 'measured' or 'simulated'. expected_ms: if plans
+    were measured, the best estimate from predictions and measurements together; noisy measurements count less.
     """
 
     name: str
@@ -31,7 +30,7 @@ class Candidate:
 
     @property
     def estimate_ms(self) -> float:
-        """The best that is known of its cost."""
+        """The best estimate of its cost."""
         return self.predicted_ms if self.expected_ms is None else self.expected_ms
 
     def to_json(self) -> dict[str, Any]:
@@ -40,9 +39,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Gain:
-    """Saving of a candidate over the current plan: a part of the predicted step, and how sure that is.
+    """Saving of a candidate as a fraction of the current plan's planned stages: mean and standard deviation.
 
-    mean and std are of the estimate; 0.02 +- 0.01 says that the four stages take 1 to 3% less.
+    0.02 +- 0.01 means that the four stages take 1 to 3% less.
     """
 
     mean: float
@@ -51,8 +50,8 @@ class Gain:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """`predicted[r]` is rank r's cost under `plan`; `costs_from` says what the predictions rest on. would_split: a plan
-    with split tables that is predicted to cost less, where they may not be split."""
+    """The chosen plan. predicted[r]: rank r's cost; costs_from: the origin of the predictions. would_split: a plan with
+    split tables that is predicted to cost less, if splitting is not allowed."""
 
     plan: ShardingPlan
     algorithm: str
@@ -69,7 +68,7 @@ class PlanResult:
         return step_cost_ms(self.predicted)
 
     def best(self, name: str) -> Candidate:
-        """The candidate called `name` with the least predicted cost; KeyError where there is none."""
+        """Returns the candidate of that name with the lowest predicted cost; KeyError if there is none."""
         named = [candidate for candidate in self.candidates if candidate.name == name]
         if not named:
             raise KeyError(f"no candidate is called '{name}'; there are {[c.name for c in self.candidates]}")

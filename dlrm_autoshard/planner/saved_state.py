@@ -1,4 +1,4 @@
-"""A planner's state as JSON, as `fit` and checkpoints keep it: read strictly, so that a damaged one is named, not used.
+"""A planner's state as JSON in checkpoints and files of `fit`; read strictly, so that damage is reported.
 
 load_planner(planner, Path("fitted/planner.json"))        # FormatError names the file and the key
 """
@@ -23,7 +23,7 @@ Weights = dict[str, Any]
 
 
 class SpreadsRecord(TypedDict):
-    """The posterior's spreads, and what they were fitted to."""
+    """The posterior's spreads and the data they were fitted to."""
 
     likeliest: dict[Spread, Annotated[float, Field(gt=0, le=10)]]
     new_profiles: Annotated[int, Field(ge=0)]
@@ -34,7 +34,7 @@ class CorrectionsRecord(TypedDict):
     """State of the corrections."""
 
     eras: list[Annotated[int, Field(ge=0)]]
-    spreads: NotRequired[SpreadsRecord]  # not in states of older versions
+    spreads: NotRequired[SpreadsRecord]  # missing in states of older versions
 
 
 class ReplayRecord(TypedDict):
@@ -46,7 +46,7 @@ class ReplayRecord(TypedDict):
 
 
 class Sequences(TypedDict):
-    """Weights of the policies, by network."""
+    """Weights of the sequence policies."""
 
     autoshard: Weights
     rnn: Weights
@@ -68,13 +68,13 @@ class PlannerRecord(TypedDict):
     schema: Literal[2]
     algorithm: str
     costs: CostsRecord
-    policy: Weights | None  # of none that was asked for
+    policy: Weights | None  # None if it was never used
     sequences: Sequences | None
     reference: Weights | None
 
 
 def load_planner(planner: Any, path: Path) -> None:
-    """Into a Planner, which checks it. FormatError names the file, and the key that is wrong."""
+    """Loads a file into a Planner. FormatError names the file and the wrong key."""
     state = read_json(path, dict[str, Any], "planner file")
     try:
         planner.load_state_dict(state)

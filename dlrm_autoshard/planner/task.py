@@ -1,8 +1,8 @@
-"""One placement problem, and the units it really places.
+"""A placement problem, and the units that are placed.
 
 task = PlacementTask.build(tables, stats, topology, batch_size=4096)
 task.units.members                       # ((0,), (1, 4), (2,), ...): tables 1 and 4 must stay together
-task.plan_from(np.array([0, 1, 0, ...])) # one rank a unit -> ShardingPlan
+task.plan_from(np.array([0, 1, 0, ...])) # a rank per unit -> ShardingPlan
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["MeasureTask", "PlacementTask", "Splits"]
 
 @dataclass(frozen=True)
 class PlacementTask:
-    """Tables, what the data does to them, the ranks, and what is asked. `batch_size` is the global batch.
-    `tables` may be parts of tables: what the algorithms place are shards, and how a table is split is the task's.
+    """Tables with statistics, ranks and constraints. batch_size: global. tables: whole tables or shards, which are what
+    algorithms place.
 
-    Tables that must stay together are merged into one unit, so that no algorithm has to know of such groups: bytes,
-    costs and network embeddings of a unit are sums over its tables. What else is asked (pins, exclusions, groups kept
-    apart, memory) becomes `Room.legal_W`, the one mask that every algorithm obeys.
+    Tables that must stay together form one unit, so that algorithms need not know of such groups: bytes, costs and
+    network embeddings of a unit are sums over its tables. Other constraints (pins, exclusions, groups kept apart,
+    memory) become `Room.legal_W`, the mask that every algorithm obeys.
     """
 
     tables: tuple[TableConfig, ...]
@@ -53,7 +53,7 @@ class PlacementTask:
         constraints: Constraints = Constraints(),
         splits: Splits = Splits(),
     ) -> PlacementTask:
-        """`table_bytes` defaults to weights, optimizer state (row-wise Adagrad's) and exchange buffers."""
+        """Makes a task. table_bytes: default weights, optimizer state and exchange buffers."""
         if not tables:
             raise PlanError("there are no tables to place.")
         if len(tables) != len(stats):
@@ -79,7 +79,8 @@ class PlacementTask:
         return units_of(self.names, bytes_T, self.topology, self.constraints)
 
     def plan_from(self, rank_U: np.ndarray) -> ShardingPlan:
-        """Parts that lie side by side on one rank are one, but where a constraint cuts their table."""
+        """Makes a plan from a rank per unit; neighbouring shards on one rank become one, unless a constraint cuts
+        there."""
         placed: list[tuple[TableConfig, int]] = []
         for shard, rank in zip(self.tables, map(int, rank_U[self.units.unit_of_T]), strict=True):
             cut = shard.columns[0] in self.constraints.cuts.get(shard.shard.table, ())
@@ -91,7 +92,7 @@ class PlacementTask:
         return ShardingPlan({shard.name: rank for shard, rank in placed}, self.world_size)
 
     def ranks_from(self, plan: ShardingPlan) -> np.ndarray:
-        """Rank of each unit in `plan`, which must satisfy this task and be of its shards."""
+        """Returns the rank of each unit in `plan`, which must be legal and have this task's shards."""
         self.check(plan)
         return np.array([plan.rank_of[self.tables[members[0]].name] for members in self.units.members])
 
@@ -106,7 +107,7 @@ class PlacementTask:
         return True
 
     def splits_enough(self, plan: ShardingPlan) -> bool:
-        """False where a table of the plan is in more parts than may be: one made under other settings."""
+        """Returns whether the plan splits tables no further than allowed; plans of other settings may."""
         may = all(self.shards_of[name][0][0].may_split(self.splits.allowed) for name in plan.column_split_tables)
         by_rows = plan.row_split_tables
         most = max((len(plan.parts_of(name)) for name in plan.split_tables if name not in by_rows), default=1)
@@ -114,7 +115,7 @@ class PlacementTask:
 
     @cached_property
     def unconstrained(self) -> PlacementTask:
-        """The same tables on the same ranks, with any placement legal: what costs are predicted for."""
+        """The same tables and ranks without constraints, for predicting costs."""
         topology = replace(self.topology, memory_bytes=None, excluded=frozenset())
         return replace(self, topology=topology, constraints=Constraints())
 
@@ -122,7 +123,7 @@ class PlacementTask:
 
     @cached_property
     def shards_of(self) -> Mapping[str, Sequence[tuple[TableConfig, TableStats]]]:
-        """Returns each whole table's shards among these, by the table's name, with its statistics."""
+        """Returns the shards of each table here, with statistics, by the table's name."""
         found: dict[str, list[tuple[TableConfig, TableStats]]] = {}
         for table, stat in zip(self.tables, self.stats, strict=True):
             found.setdefault(table.shard.table, []).append((table, stat))
@@ -140,23 +141,23 @@ class PlacementTask:
 
     @property
     def wholes(self) -> tuple[TableConfig, ...]:
-        """The tables that these are, or are parts of."""
+        """The whole tables that these are, or are shards of."""
         return tuple(table for table, _ in self._whole_of.values())
 
     def shard(self, name: str) -> tuple[TableConfig, TableStats]:
-        """A table, or the part of one that `name` says; with its statistics."""
+        """Returns a table, or a shard of one, by name, with its statistics."""
         table, stat = self._whole_of[Shard.parse(name).table]
         part = table.holding(Shard.parse(name))
         return part, stats_of_part(part, table, stat)
 
     def has(self, table: TableConfig) -> bool:
-        """Whether it is one of these tables, or a part of one."""
+        """Returns whether it is one of these tables, or a shard of one."""
         whole, _ = self._whole_of.get(table.shard.table, (None, None))
         within = whole is not None and table.columns[1] <= whole.embedding_dim and table.rows[1] <= whole.num_embeddings
         return whole is not None and within and table == whole.holding(table.shard)
 
     def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
-        """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""
+        """Returns the task for these shards of its tables. A shard's memory is a share of its table's."""
         stats, table_bytes = [], {}
         for shard in shards:
             like, stat_of_like = self.shards_of[shard.shard.table][0]
@@ -168,20 +169,20 @@ class PlacementTask:
         return replace(self, tables=tuple(shards), stats=tuple(stats), table_bytes=table_bytes)
 
     def split_as(self, plan: ShardingPlan) -> PlacementTask:
-        """The same task about the shards that `plan` places."""
+        """Returns the task for the shards that `plan` places."""
         if set(plan.rank_of) == set(self.table_bytes):
             return self
         return self.with_shards(shard_tables(self.wholes, plan))
 
     @property
     def cut(self) -> PlacementTask:
-        """The same task, with each part that a constraint names a shard of its own."""
+        """The task with a separate shard for each one that a constraint names."""
         pieces = [piece for table in self.tables for piece in self.constraints.pieces(table)]
         return self if len(pieces) == len(self.tables) else self.with_shards(pieces)
 
     def covering(self, plans: Sequence[ShardingPlan]) -> PlacementTask:
-        """The same tables and ranks with all shards that occur in these plans, and any placement legal: to compare what
-        the plans cost, whatever each splits."""
+        """Returns the task without constraints and with all shards of these plans, to compare plans with different
+        splits."""
         names = set().union(*(plan.rank_of for plan in plans))
         if names <= set(self.table_bytes):
             return self.unconstrained
@@ -189,17 +190,17 @@ class PlacementTask:
         return self.unconstrained.with_shards(list(shards))
 
     def placed(self, plan: ShardingPlan) -> np.ndarray:
-        """[U] rank of each unit in `plan`, legal or not; -1 of shards that it does not have."""
+        """Returns the rank [U] of each unit in `plan`, legal or not; -1 for shards that it lacks."""
         return np.array([plan.rank_of.get(self.tables[members[0]].name, -1) for members in self.units.members])
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The tables as they are cut, but for what need be on one rank with something."""
+        """The tables cut where constraints allow it, down to what must share a rank."""
         return pieces_of(self.tables, self._whole_of.values(), self.constraints)
 
     def halves(self, name: str, *, rows: bool = False) -> tuple[TableConfig, TableConfig] | None:
-        """Halves the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
-        narrow, and nothing asks that they share a rank. rows: by rows, into as many parts as there are."""
+        """Halves the shard `name`; None if its table has enough shards, halves would be too narrow, or a constraint
+        binds it. rows: halve by rows, without a limit on the number of shards."""
         table, shard = self.shard(name)[0], Shard.parse(name)
         if self.constraints.bind(shard):
             return None
@@ -214,4 +215,4 @@ class PlacementTask:
 
 
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
-"""Measures plans of a task."""
+"""Type of a function that measures plans of a task."""

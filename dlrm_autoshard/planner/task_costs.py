@@ -1,9 +1,9 @@
-"""The costs seen from one task: cheap predictions for any sets of its units on any of its ranks.
+"""Fast cost predictions for one task: any set of its units on any of its ranks.
 
 costs.rank_ms(rank_U)                        # [W, 4] stages of every rank under a placement
 costs.step_ms(rank_U)                        # sum over stages of the slowest rank
-costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries: what search and rollouts call
-costs.total_ms(stages_W4, sums_WK)           # the step from these, with what several hosts' links add
+costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries, as search and rollouts need
+costs.total_ms(stages_W4, sums_WK)           # the step from these, including links between hosts
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from dlrm_autoshard.planner.task import PlacementTask
 
 CHUNK = 65_536
 BYTES_PER_ID, RANGED_NS = 8, 20.0
-"""RANGED_NS: to find the range of rows that an id is in, on the rank that asks: 16 to 25 with 2 to 8 ranges."""
+"""RANGED_NS: ns to find the row range of an id on the asking rank; 16 to 25 with 2 to 8 ranges."""
 FUSED = slice(NUM_SUMMARY, NUM_SUMMARY + 2)
-"""Columns of summaries beyond the cost model's own."""
+"""Summary columns after the cost model's own."""
 
 
 class TaskCosts:
-    """Everything a device's cost depends on adds up over its units, so a candidate (one unit more here, one less there)
-    is a vector addition and one small network away; thousands are evaluated in one go.
+    """Predicts from sums over units, so a candidate (a unit more here, one less there) costs a vector addition and a
+    small network; thousands are evaluated at once.
 
-    Searches see both exchanges as what a rank sends and what it receives, of both: the slowest rank's of each add up to
-    the exchange model's cost within a host, as the slowest rank's of other stages do. Where there are several hosts,
-    the slowest host's link (`links`) adds to it.
+    Searches see the two exchanges as what a rank sends and what it receives: as for other stages, the slowest ranks add
+    up to the exchange model's cost within a host. With several hosts, the slowest host's link (`links`) is added.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class TaskCosts:
         )
         links = exchange.links(world_size, task.batch_size, topology.hosts)
         self.links = HostLinks(links.host_W, task.batch_size, links.price_SL * slowest_2[:, None])
-        # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
+        # Ids go to the owner of every shard of a table, at the price of as many bytes of vectors.
         mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
         price = exchange.prices_SP[0, TRAFFIC].sum() * (1 - 1 / world_size)
         again_T = np.array([table.columns[0] > 0 for table in task.tables])
@@ -69,41 +68,42 @@ class TaskCosts:
         self.ids_ms_U = task.units.sum_over_tables(mb_T * (price * again_T + RANGED_NS / BYTES_PER_ID * ranged_T))
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
-        """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""
+        """Returns ms [..., 2] of forward and backward computation for device summaries [..., K], on the fastest
+        rank."""
         own = summaries[..., :NUM_SUMMARY]
         ms = self._model.device_ms(own)
         fused_logs = summaries[..., FUSED] / np.maximum(own[..., COST], 1e-9)
         return ms * self._corrections.set_factors(ms, own, fused_logs).astype(np.float32)
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """[..., 4] forward computation, sending, receiving, backward computation of the devices of ranks `ranks_D`: of
-        all of them, in order, where nothing is said."""
+        """Returns ms [..., 4] of forward, sending, receiving and backward for devices of ranks `ranks_D`, by default
+        all in order."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
         stages[..., COMPUTE] = self.device_ms(sums_NDK) * self.factor_W2[ranks_D]
         stages[..., EXCHANGE] = self.comms_base_2 + sums_NDK[..., DIM] * self.comms_per_dim_2
         return stages
 
     def total_ms(self, stages_NW4: np.ndarray, sums_NWK: np.ndarray) -> np.ndarray:
-        """Returns [...] ms of the step: the slowest rank of each stage, and the slowest host's link, of all ranks'
-        stages and summaries."""
+        """Returns the step's ms [...] from all ranks' stages and summaries: the slowest rank of each stage, and the
+        slowest host's link."""
         links_N = self.links.ms(self.links.dims(sums_NWK[..., DIM.start])).max(axis=-2).sum(axis=-1)
         total: np.ndarray = stages_NW4.max(axis=-2).sum(axis=-1) + links_N
         return total
 
     def stage_ms(self, sums_NK: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
-        """[N, 4] stages of ranks `ranks_N` that own the units summed in `sums_NK`."""
+        """Returns stages [N, 4] of ranks `ranks_N` that own the units summed in `sums_NK`."""
         chunks = [self.stages(sums_NK[i : i + CHUNK], ranks_N[i : i + CHUNK]) for i in range(0, len(sums_NK), CHUNK)]
         return np.concatenate(chunks).astype(np.float64) if chunks else np.zeros((0, 4))
 
     def sums(self, rank_U: np.ndarray) -> np.ndarray:
-        """[W, K] summary of every rank; units with rank -1 are not placed yet."""
+        """Returns every rank's summary [W, K]; units with rank -1 are not placed yet."""
         placed = rank_U >= 0
         sums = np.zeros((self.world_size, self.summary_UK.shape[1]), dtype=np.float32)
         np.add.at(sums, rank_U[placed], self.summary_UK[placed])
         return sums
 
     def rank_ms(self, rank_U: np.ndarray) -> np.ndarray:
-        """[W, 4]; in an exchange, which ends on all ranks at once, all take as long as the slowest."""
+        """Returns ms [W, 4]; in an exchange, which ends on all ranks at once, all take as long as the slowest."""
         sums, task = self.sums(rank_U), self._task
         ms_W4 = self.stage_ms(sums, np.arange(self.world_size))
         dims_W = sums[:, DIM].ravel().astype(np.float64)
@@ -115,7 +115,7 @@ class TaskCosts:
         return float(self.rank_ms(rank_U).max(axis=0).sum())
 
     def alone_ms(self) -> np.ndarray:
-        """[U] what each unit adds to the fastest rank, all stages."""
+        """Returns the ms [U] that each unit adds to the fastest rank, all stages."""
         with_nothing_UK = np.concatenate([self.summary_UK, np.zeros_like(self.summary_UK[:1])])
         ms = self.stage_ms(with_nothing_UK, np.full(len(with_nothing_UK), self.fastest)).sum(axis=1)
         return np.maximum(ms[:-1] - ms[-1], 1e-6)

@@ -1,9 +1,9 @@
-"""Fills ranks one after another by sets of units that leave hardly any memory free: for loads near 100%.
+"""Fills ranks one by one with sets of units that leave almost no memory free, for loads near 100%.
 
-    rank_U = tight_fit(units)      # None where none is found
+    rank_U = tight_fit(units)      # None if none is found
 
-Where all memory is needed, a rank's units must add up to its memory almost exactly. There are few such sets, and sums
-of two halves of the units find them (Horowitz and Sahni 1974): 2 x 2^20 sums for 40 units, not 2^40.
+If all memory is needed, a rank's units must add up to its memory almost exactly. Few sets do, and sums over two halves
+of the units find them (Horowitz and Sahni 1974): 2 x 2^20 sums for 40 units, not 2^40.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST_UNITS, MOST_SETS = 40, 2_000
 
 
 def tight_fit(units: Units) -> np.ndarray | None:
-    """Returns one rank a unit. None where there are too many units, or none of the first `MOST_SETS` sets leads to a
-    legal placement."""
+    """Returns a rank per unit; None if there are too many units, or none of the first `MOST_SETS` sets leads to a legal
+    placement."""
     if len(units) > MOST_UNITS:
         return None
     usable = np.flatnonzero(units.allowed_UW.any(axis=0))
@@ -46,13 +46,13 @@ def tight_fit(units: Units) -> np.ndarray | None:
 
 
 def _fillings(units: Units, room: Room, ranks: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields sets of units for the first of `ranks`, which leave no more free than all these ranks may."""
+    """Yields sets of units for the first of `ranks` that leave no more memory free than all these ranks may."""
     rank, left = int(ranks[0]), np.flatnonzero(room.rank_U < 0)
     may = left[units.allowed_UW[left, rank]]
     must = left[units.allowed_UW[np.ix_(left, ranks)].sum(axis=1) == units.allowed_UW[left, rank]]
     capacity = int(units.capacity_W[rank])
     slack = int(units.capacity_W[ranks].sum() - units.bytes_U[left].sum())
-    halves = may[::2], may[1::2]  # of units in any order; both halves have large ones
+    halves = may[::2], may[1::2]  # alternating, so that both halves have large units
     sums = [_subset_sums(units.bytes_U[half]) for half in halves]
     order = np.argsort(sums[1], kind="stable")
     second = sums[1][order]
@@ -67,7 +67,7 @@ def _fillings(units: Units, room: Room, ranks: np.ndarray) -> Iterator[np.ndarra
 
 
 def _subset_sums(bytes_U: np.ndarray) -> np.ndarray:
-    """Returns [2^U] sums; bit u of the number says whether unit u is in."""
+    """Returns sums [2^U]; bit u of the index says whether unit u is included."""
     sums = np.zeros(1, dtype=np.int64)
     for size in bytes_U.tolist():
         sums = np.concatenate([sums, sums + size])

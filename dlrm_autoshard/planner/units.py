@@ -1,4 +1,4 @@
-"""Units of placement: tables that must stay together as one unit each, with what every placement must obey.
+"""Units of placement: tables that must stay together form one unit; constraints become masks.
 
 units = units_of(names, bytes_T, topology, constraints)
 room = Room(units)
@@ -22,7 +22,7 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True)
 class Units:
-    """The units to place: `members[u]` are table numbers; `rivals[u]` are units that may not share u's rank."""
+    """The units to place. members[u]: table numbers; rivals[u]: units that must not share u's rank."""
 
     members: tuple[tuple[int, ...], ...]
     unit_of_T: np.ndarray
@@ -35,14 +35,14 @@ class Units:
         return len(self.members)
 
     def sum_over_tables(self, values_TK: np.ndarray) -> np.ndarray:
-        """[T, K] (or [T]) of tables -> [U, K] (or [U]) of units."""
+        """Sums values of tables [T, K] (or [T]) to units [U, K] (or [U])."""
         summed: np.ndarray = np.zeros((len(self), *values_TK.shape[1:]), dtype=values_TK.dtype)
         np.add.at(summed, self.unit_of_T, values_TK)
         return summed
 
 
 class Room:
-    """A placement in the making: what is free on each rank, and where a unit may go."""
+    """A partial placement: the free memory of each rank, and where a unit may go."""
 
     def __init__(self, units: Units, rank_U: np.ndarray | None = None) -> None:
         self.units = units
@@ -52,7 +52,7 @@ class Room:
         np.subtract.at(self.free_W, self.rank_U[placed], units.bytes_U[placed])
 
     def legal_W(self, unit: int) -> np.ndarray:
-        """Ranks that may take `unit` now."""
+        """Returns a mask [W] of ranks that may take `unit` now."""
         legal: np.ndarray = self.units.allowed_UW[unit] & (self.free_W >= self.units.bytes_U[unit])
         for rival in self.units.rivals[unit]:
             if self.rank_U[rival] >= 0:
@@ -71,12 +71,12 @@ class Room:
 
 
 def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, constraints: Constraints) -> Units:
-    """Groups tables, or parts, into units, by name and bytes. PlanError names a constraint that nothing can meet."""
+    """Groups tables or shards into units. PlanError names a constraint that nothing can meet."""
     shards = [Shard.parse(name) for name in names]
     numbers = constraints.holders(shards)
-    cut = constraints.have_cut(shards)  # else what differs is asked of a shard's parts: it is one that no rank may take
+    cut = constraints.have_cut(shards)  # else constraints may contradict on an uncut shard, which then fits no rank
 
-    first_T = np.arange(len(names))  # of the tables that each must stay together with
+    first_T = np.arange(len(names))  # the first table that each must stay together with
     for group in constraints.together:
         own_T = np.isin(first_T, first_T[[number for name in group for number in numbers[name]]])
         first_T[own_T] = first_T.min(where=own_T, initial=len(names))
