@@ -1,8 +1,7 @@
-"""TorchRec models, unmodified: planned by measurements, and their tables moved while they train.
+"""Plans unmodified TorchRec models by measurements, and moves their tables while they train.
 
-In: an EmbeddingBagCollection, a DistributedModelParallel. Out: TorchRec sharding plans, decisions, reports. TorchRec is
-imported when a name is first used; it is no dependency of ours. Tested with 1.9, which goes with torch 2.14, and 1.8,
-with 2.13.
+Takes an EmbeddingBagCollection or a DistributedModelParallel; makes TorchRec sharding plans, decisions and reports.
+TorchRec is imported on first use and is no dependency of this package. Tested: 1.9 with torch 2.14, 1.8 with 2.13.
 """
 
 import lazy_loader

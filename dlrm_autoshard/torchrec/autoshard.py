@@ -1,4 +1,4 @@
-"""Autoshard behind a TorchRec training loop.
+"""Autoshard for a TorchRec training loop.
 
 autoshard = Autoshard(model, optimizer, every_steps=500, run_dir="runs/mine")    # model: DistributedModelParallel
 autoshard.step()                                # on every rank, after each optimizer step; finish() writes the report
@@ -16,7 +16,7 @@ from dlrm_autoshard.torchrec.plan import PLACEMENT
 
 
 class Autoshard(OfBags):
-    """As `dlrm_autoshard.Autoshard`, of all EmbeddingBagCollections of a model, whole or split by columns."""
+    """`dlrm_autoshard.Autoshard` for all EmbeddingBagCollections of a model, whole tables or column shards."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class Autoshard(OfBags):
         same_columns: bool = True,
         **settings: Any,
     ) -> None:
-        """model: a DistributedModelParallel. optimizer: follows the tables where it holds any.
+        """model: a DistributedModelParallel. optimizer: if it holds tables' parameters, it is updated when they move.
 
-        same_columns: KeyedTensor.values() keeps its order of columns after moves, which takes a copy of the pooled
-        vectors; False where the model reads them by key. settings: as `dlrm_autoshard.Autoshard` takes them.
+        same_columns: keep the order of KeyedTensor.values() after moves, which copies the pooled vectors; False if the
+        model reads them by key. settings: as in `dlrm_autoshard.Autoshard`.
 
-        TorchrecError, on every rank: the table, module or optimizer that can't be moved, and why.
+        TorchrecError, on every rank, names the table, module or optimizer that cannot be moved, and why.
         """
         self.bags = bags = TorchrecBags(model, optimizer, same_columns=same_columns)
         known = getattr(model.plan, PLACEMENT, None)
@@ -41,5 +41,5 @@ class Autoshard(OfBags):
 
     @property
     def plan(self) -> ShardingPlan:
-        """The live one."""
+        """The live plan."""
         return self.bags.plan

@@ -1,6 +1,6 @@
-"""A DistributedModelParallel's tables, as Autoshard drives them: timed by hooks, listened to, moved.
+"""A DistributedModelParallel's tables as Autoshard uses them: timed by hooks, observed, and moved.
 
-bags = TorchrecBags(model, optimizer)           # on every rank; nothing of the model changes
+bags = TorchrecBags(model, optimizer)           # on every rank; the model does not change
 bags.move_to(plan)                              # move.py
 """
 
@@ -29,11 +29,11 @@ from dlrm_autoshard.torchrec.tables import TorchrecError, table_key
 
 
 class TorchrecBags:
-    """`movable.MovableBags` of all EmbeddingBagCollections of a model."""
+    """Implements `movable.MovableBags` for all EmbeddingBagCollections of a model."""
 
     def __init__(self, model: Any, optimizer: Any = None, *, same_columns: bool = True) -> None:
-        """optimizer: the model's, whose references to tables follow them. same_columns: KeyedTensor.values() keeps the
-        order of columns that it has now, whatever moves. TorchrecError: what is not as it must be to be moved."""
+        """optimizer: the model's; its references to tables are updated when these move. same_columns: keep the present
+        column order of KeyedTensor.values(). TorchrecError says what prevents moves."""
         self.sharded = sharded = ShardedModel(model, optimizer)
         self.tables, self.device, self.runtime = sharded.model_tables, sharded.device, sharded.runtime
         self.exchange_dtype, self.shared_memory = ExchangeDtypes(), False
@@ -49,26 +49,26 @@ class TorchrecBags:
 
     @property
     def plan(self) -> ShardingPlan:
-        """The live one."""
+        """The live plan."""
         return self.sharded.plan
 
     def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
         self._heard.append(listener)
 
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
-        """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. Digests
-        are compared whether `checksums` asks for it or not. ReshardRefused: see `move`."""
+        """Makes `plan` the live one, between steps, on every rank, without changing a bit of the model. Compares
+        digests whatever `checksums` is. ReshardRefused: see `move`."""
         try:
             stats = move(self.sharded, plan)
             self.hook_in()
         except ReshardRefused as refused:
-            raise ReshardRefused(*refused.args) from None  # without the frames that hold what was rebuilt
+            raise ReshardRefused(*refused.args) from None  # drops frames that hold the rebuilt modules
         finally:
-            gc.collect()  # TorchRec's modules refer to each other: old or new, tables and all, they would stay
+            gc.collect()  # TorchRec's modules are in reference cycles, which would keep tables alive
         return stats
 
     def hook_in(self) -> None:
-        """On the lookups as they are now."""
+        """Puts hooks on the current lookups."""
         for hooks in self._hooks:
             hooks.remove()
         self._hooks = [StageHooks(c, self.clock, self._arrival(path)) for path, c in self.sharded.collections.items()]
@@ -79,7 +79,7 @@ class TorchrecBags:
         def remember(collection: Any, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
             if collection.is_pipelined:
                 raise TorchrecError(PIPELINED.format(path))
-            # Of a step that broke off between two modules, or of a module that is called twice.
+            # Drop those of a step that broke off between two modules, or of a module that is called twice.
             self._lookups = [lookup for lookup in self._lookups if lookup.path != path]
             if collection.training and torch.is_grad_enabled():
                 self.sharded.last_features[path] = inputs, by_name
@@ -103,7 +103,7 @@ class TorchrecBags:
 
 @dataclass
 class Lookup:
-    """One lookup's input: a KeyedJaggedTensor with the features of its groups, in their order."""
+    """Input of a lookup: a KeyedJaggedTensor with the features of its groups, in order."""
 
     path: str
     features: Any
@@ -111,7 +111,7 @@ class Lookup:
 
 
 class KeyedIds:
-    """`movable.ArrivedIds`, put together when they are asked for."""
+    """Implements `movable.ArrivedIds`; joins the ids on demand."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class KeyedIds:
 
     @cached_property
     def _by_table(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """(lengths, values) of each feature."""
+        """(lengths, values) of each feature, by shard."""
         parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self._shards}
         for lookup in self._lookups:
             tables = [t for group in lookup.groups for t in group.embedding_tables for _ in t.feature_names]

@@ -1,6 +1,6 @@
-"""The columns of a KeyedTensor in one order, whatever the plan: TorchRec's follows the tables' ranks.
+"""Keeps the columns of a KeyedTensor in one order, as TorchRec's order depends on the tables' ranks.
 
-A model that reads `KeyedTensor.values()` would otherwise be given other columns after a move, in silence.
+Without it a model that reads `KeyedTensor.values()` would silently get other columns after a move.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fbgemm_gpu.permute_pooled_embedding_modules import PermutePooledEmbeddings
 
 
 class ColumnOrder:
-    """A forward hook on a sharded EmbeddingBagCollection; its order is that of the keys when this is made."""
+    """A forward hook on a sharded EmbeddingBagCollection that keeps the order of keys at its creation."""
 
     def __init__(self, collection: Any) -> None:
         self._keys, self._dims = list(collection._embedding_names), list(collection._embedding_dims)

@@ -1,4 +1,4 @@
-"""A DistributedModelParallel whose tables can move: modules, tables, the ranks that share them, the live plan."""
+"""A DistributedModelParallel whose tables can move: its modules, tables, ranks and live plan."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dlrm_autoshard.torchrec.tables import (
 
 
 class ShardedModel:
-    """`movable.PlacedTables`. tables: as the planner measures them; model_tables: as they are."""
+    """Implements `movable.PlacedTables`. tables: as the planner measures them; model_tables: as they are."""
 
     def __init__(self, model: Any, optimizer: Any = None) -> None:
-        """TorchrecError: what is not as it must be for tables to be moved. Collective."""
+        """TorchrecError says what prevents tables from being moved. Collective."""
         self.model, self.optimizer = model, optimizer
         self.collections = embedding_bags(model.module)
         self.environment = _check(self.collections)
@@ -49,16 +49,16 @@ class ShardedModel:
         agree(self.runtime, facts | {"the tables' optimizer": self.config.optimizer.name, "device": self.device.type})
         self.check_splits(self.plan)
         self.last_features: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        """Arguments of each module's last call, by its path."""
+        """Arguments of each module's last call, by the module's path."""
 
     def check_splits(self, plan: ShardingPlan) -> None:
-        """TorchrecError where moves could not keep what the optimizer knows of a split table."""
+        """Raises TorchrecError if a move could not keep the optimizer state of a split table."""
         check_no_rows(plan)
         if plan.split_tables and not self.config.optimizer.splits_tables:
             raise TorchrecError(
                 f"table '{plan.split_tables[0]}' is split by columns under row-wise Adagrad, which keeps a sum of "
-                "squares a row of each part: no move could join parts, or part a whole table, without changing the "
-                "training. Tables under row-wise Adagrad are moved whole; under SGD, Adagrad and Adam split, too."
+                "squares per row of each shard: a move that joins or splits shards would change the training. Tables "
+                "under row-wise Adagrad are moved whole; under SGD, Adagrad and Adam also split."
             )
 
     @property
@@ -80,13 +80,13 @@ class ShardedModel:
 
 
 PIPELINED = (
-    "module '{}' is in a train pipeline, which has sent the next batch's ids to the tables' owners already: after a "
+    "module '{}' is in a train pipeline, which has already sent the next batch's ids to the tables' owners: after a "
     "move they would look up wrong rows. Train with model(batch), loss.backward(), optimizer.step()."
 )
 
 
 def _check(collections: Mapping[str, Any]) -> Any:
-    """The environment of the ranks that share its tables. TorchrecError where tables could not be moved."""
+    """Returns the environment of the ranks that share the tables. TorchrecError if tables could not be moved."""
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.distributed.types import ShardingEnv
 
@@ -95,7 +95,7 @@ def _check(collections: Mapping[str, Any]) -> Any:
             raise TorchrecError(f"module '{path}' is not sharded: give Autoshard the DistributedModelParallel.")
         if type(collection._env) is not ShardingEnv or collection._env.process_group is None:
             raise TorchrecError(
-                f"module '{path}' is sharded in two dimensions; tables of one group of ranks are moved."
+                f"module '{path}' is sharded in two dimensions; only tables of one group of ranks are moved."
             )
         if collection.is_pipelined:
             raise TorchrecError(PIPELINED.format(path))
@@ -103,7 +103,7 @@ def _check(collections: Mapping[str, Any]) -> Any:
 
 
 def _fused_optimizer(collections: Mapping[str, Any]) -> Any:
-    """fbgemm's name of the one optimizer that all tables have."""
+    """Returns fbgemm's type of the optimizer that all tables have."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
     found = {
@@ -115,5 +115,5 @@ def _fused_optimizer(collections: Mapping[str, Any]) -> Any:
     }
     if len(found) > 1:
         said = ", ".join(f"'{table}' with {optimizer.name}" for optimizer, table in found.items())
-        raise TorchrecError(f"tables are trained with several optimizers ({said}); one is handled.")
+        raise TorchrecError(f"tables are trained with several optimizers ({said}); only one is supported.")
     return next(iter(found))

@@ -1,6 +1,6 @@
-"""A TorchRec module as a JSON file, for a plan to be made where TorchRec is not: `plan --from-torchrec module.json`.
+"""Saves a TorchRec module as JSON, to plan without TorchRec: `plan --from-torchrec module.json`.
 
-save_modules(module, Path("module.json"), ids)          # where TorchRec is; ids: a batch, or None
+save_modules(module, Path("module.json"), ids)          # with TorchRec; ids: a batch, or None
 modules = load_modules(Path("module.json"))             # {path: [table, ...]}
 """
 
@@ -21,8 +21,8 @@ from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord
 
 
 class TableOfModule(TableRecord):
-    """features: whose ids it looks up. stats: of all of them together; else mean_pooling, its ids a sample, may be
-    there (1 if not), and how they repeat is guessed."""
+    """A table in module.json. features: those that look it up. stats: of all of them together; without stats,
+    mean_pooling is its ids per sample (default 1), and reuse is guessed."""
 
     features: NotRequired[list[Name]]
     mean_pooling: NotRequired[Annotated[float, Field(ge=0, le=1e5)]]
@@ -40,8 +40,8 @@ class ModuleRecord(TypedDict):
 
 
 def save_modules(module: nn.Module, path: str | Path, ids: Any = None) -> None:
-    """Writes module.json of all EmbeddingBagCollections in `module`. ids: a batch with all features, as
-    `dlrm_autoshard.torchrec.plan` takes it, which says what tables cost; statistics of this process's alone."""
+    """Writes module.json for all EmbeddingBagCollections in `module`. ids: a batch with all features, as for
+    `dlrm_autoshard.torchrec.plan`, for statistics of this process's batch."""
     from dlrm_autoshard.torchrec.statistics import ids_by_table, statistics
     from dlrm_autoshard.torchrec.tables import configs_of, embedding_bags, table_configs, table_key
 
@@ -61,12 +61,12 @@ def save_modules(module: nn.Module, path: str | Path, ids: Any = None) -> None:
 
 
 def load_modules(path: Path) -> Modules:
-    """FormatError names the file, the module, the table and what is wrong with it."""
+    """Reads module.json. FormatError names the file, module, table and problem."""
     return read_json(path, ModuleRecord, "TorchRec module file")["modules"]
 
 
 def shapes_in(modules: Modules) -> dict[str, list[TableConfig]]:
-    """Returns each module's tables, by their names in it."""
+    """Returns each module's tables, under their names in it."""
     return {
         path: [TableConfig(row["name"], row["num_embeddings"], row["embedding_dim"]) for row in rows]
         for path, rows in modules.items()

@@ -1,9 +1,9 @@
-"""Moves a TorchRec model's tables: rebuilt beside the live ones, filled, put in place, compared, and only then kept.
+"""Moves a TorchRec model's tables: rebuilds modules beside the live ones, fills, compares, and only then keeps them.
 
 stats = move(sharded_model, plan)               # on every rank, between steps, with the same plan
 
-TorchRec's own `reshard` is not used: its tags differ between processes unless they share a hash seed, so that it hangs
-on gloo, and after some moves features reach other tables than theirs, in silence.
+TorchRec's own `reshard` is not used: its tags differ between processes without a common hash seed, so it hangs on gloo,
+and after some moves features silently reach other tables.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ CHUNK_BYTES = 4096 * PAGE
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts of a shard that all ranks need before it moves, from its owner. formats: (bytes an element, number of
-    dimensions) of each of its tensors."""
+    """Facts about a shard that all ranks need from its owner before it moves. formats: (bytes per element, number of
+    dimensions) of each tensor."""
 
     formats: Mapping[str, tuple[int, int]]
     settings: Settings
 
 
 def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
-    """Makes `plan` the live one without changing a bit: of weights, optimizer state, learning rates, counters.
+    """Makes `plan` the live one without changing a bit of weights, optimizer state, learning rates or counters.
 
-    Only modules that a move concerns are rebuilt. The live ones are held until the new ones have been proved: rows that
-    travelled by checksums, rows that stayed by themselves, and the last batch's pooled vectors must be what they were.
+    Rebuilds only modules with moves. Keeps the live ones until the new ones are verified: moved rows by checksums,
+    other rows directly, and the last batch's pooled vectors must be equal.
 
-    ReshardRefused, on every rank: the old plan is the live one, as it was (no memory, an optimizer that can't follow,
-    or something came out other than it went in). What breaks between ranks raises ReshardError, and the job ends.
+    ReshardRefused, on every rank: the old plan is still live (no memory, an optimizer that cannot follow, or a failed
+    verification). Failures between ranks raise ReshardError, and the job ends.
     """
     started, runtime = time.perf_counter(), sharded.runtime
     plan = plan.ordered([table.name for table in sharded.tables])
     changes = sharded.plan.changes_to(plan)
     moves = tuple(change for change in changes if change.source != change.destination)
     if len(set(runtime.all_gather(plan.fingerprint))) > 1:
-        raise ReshardRefused("the ranks were told to make different moves; broadcast one plan to all of them")
+        raise ReshardRefused("the ranks were given different plans; broadcast one plan to all of them")
     if not changes:
         return ReshardStats((), time.perf_counter() - started)
     changed = _modules_of(sharded, changes)
@@ -69,7 +69,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     facts = _agree(sharded, changed, old, plan)
     sharded.check_splits(plan)
     pooled = _pooled(sharded, changed)
-    _restore(sharded, changed, facts)  # the lookup has counted as an iteration
+    _restore(sharded, changed, facts)  # that lookup counted as an iteration
     record = plan_record(plan, shapes_of(sharded.collections), sharded.device.type, runtime.local_ranks)
     sharding = to_sharding_plan(record).plan
     fresh, failure = _try(lambda: {path: rebuilt(module, sharding[path]) for path, module in changed.items()})
@@ -91,7 +91,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
         return sums
 
     sums_before, failure = _try(travel)
-    if isinstance(failure, ReshardError):  # of an exchange: the others have noticed, and none can be told by it
+    if isinstance(failure, ReshardError):  # of an exchange: the others have noticed, and messages no longer get through
         raise failure
     _all_well(sharded, "move its tables", failure)
 
@@ -100,14 +100,14 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     _restore(sharded, changed, facts)
     sums_after = checksums_of(between, changes, at="destination")
     reason, failure = _try(lambda: _what_differs(sharded, changed, old, pooled))
-    _restore(sharded, changed, facts)  # the comparison's lookup has counted as an iteration
+    _restore(sharded, changed, facts)  # the comparison's lookup counted as an iteration
     reason = reason or (None if failure is None else str(failure))
     wrong = _wrong(runtime.all_gather((sums_before, sums_after, reason)))
     if wrong is not None:
         for back in undo:
             back()
         _restore(sharded, changed, facts)
-        raise ReshardRefused(f"the move was taken back: {wrong}")
+        raise ReshardRefused(f"the move was undone: {wrong}")
     for path, module in changed.items():
         follow(sharded.optimizer, old_parameters[path], table_parameters(module))
         sharded.model.plan.plan[path] = module.module_sharding_plan
@@ -116,7 +116,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
 
 
 class _Between:
-    """Where `transfer` reads and writes: what leaves is read in the old modules, what arrives is written to the new."""
+    """Where `transfer` reads and writes: leaving rows from the old modules, arriving rows into the new ones."""
 
     def __init__(
         self, sharded: ShardedModel, old: Mapping[str, Shard], new: Mapping[str, Shard], facts: Mapping[str, _Facts]
@@ -128,7 +128,7 @@ class _Between:
                          str(sharded.plan.parts_of(table)[0]) in facts}  # fmt: skip
 
     def table(self, name: str) -> TableConfig:
-        """A shard as a table of its own."""
+        """Returns a shard as a table of its own."""
         return self._tables[(shard := ShardName.parse(name)).table].holding(shard)
 
     def shape(self, name: str, tensor: str) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class _Between:
         return self._shards[name].tensors
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
-        """It is held until the move has been proved."""
+        """Does nothing: old rows are kept until the move is verified."""
 
 
 def _modules_of(sharded: ShardedModel, changes: Sequence[Move]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _shards(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, Shar
 def _agree(
     sharded: ShardedModel, changed: Mapping[str, Any], old: Mapping[str, Shard], plan: ShardingPlan
 ) -> dict[str, _Facts]:
-    """Shares the facts of each shard with every rank; ReshardRefused on all of them where one can't go on."""
+    """Shares facts about shards between all ranks; ReshardRefused on all if any rank cannot move."""
     runtime = sharded.runtime
     mine = {name: _Facts(shard.formats, shard.settings) for name, shard in old.items()}
     place = (platform.node(), free_memory(sharded.device))
@@ -198,7 +198,7 @@ def _agree(
 
 
 def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Digests of the pooled vectors of the last batch, by module and key. Collective. Hooks don't hear of it."""
+    """Returns digests of the last batch's pooled vectors, by module and key, without running hooks. Collective."""
     found = {}
     with torch.no_grad():
         for path, module in modules.items():
@@ -210,7 +210,7 @@ def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict
 
 
 def _settings(sharded: ShardedModel, path: str, facts: Mapping[str, _Facts]) -> Callable[[str], Settings]:
-    """Returns the settings of a module's shards, old or new, by their names in it: those of the table."""
+    """Returns a function from the name of a module's shard, old or new, to its table's settings."""
     of_table = {ShardName.parse(name).table: fact.settings for name, fact in facts.items()}
     return lambda name: of_table[table_key(path, ShardName.parse(name).table, sharded.collections)]
 
@@ -226,15 +226,15 @@ def _what_differs(
     old: Mapping[str, Shard],
     pooled: Mapping[str, Mapping[str, str]],
 ) -> str | None:
-    """In words; None where what stayed here, and what is looked up, is as it was. Collective."""
+    """Returns in words what has changed among rows that stayed and vectors looked up; None if nothing. Collective."""
     now, here = _pooled(sharded, changed), f"on rank {sharded.runtime.rank}"
     for name, shard in _shards(sharded, changed).items():
         if name in old and any(not torch.equal(value, old[name].tensors[t]) for t, value in shard.tensors.items()):
-            return f"table '{name}', which stays, is another {here}"
+            return f"table '{name}', which stays, has changed {here}"
     for path, before in pooled.items():
         other = [key for key, said in before.items() if now[path].get(key) != said]
         if other:
-            return f"'{path}' gives other vectors for feature '{other[0]}' {here}"
+            return f"'{path}' returns other vectors for feature '{other[0]}' {here}"
     return None
 
 
@@ -242,10 +242,10 @@ Sums = Mapping[tuple[str, str], int]
 
 
 def _wrong(said: Sequence[tuple[Sums, Sums, str | None]]) -> str | None:
-    """The first reason to take a move back, of what all ranks say; None where there is none."""
+    """Returns the first reason to undo a move from all ranks' reports; None if there is none."""
     left = {key: value for before, _, _ in said for key, value in before.items()}
     arrived = {key: value for _, after, _ in said for key, value in after.items()}
-    damaged = [f"table '{table}' arrived other than it left ({tensor})" for (table, tensor), value in left.items()
+    damaged = [f"table '{table}' changed on its way ({tensor})" for (table, tensor), value in left.items()
                if arrived.get((table, tensor)) != value]  # fmt: skip
     return next(iter([*damaged, *(reason for _, _, reason in said if reason)]), None)
 
@@ -258,7 +258,7 @@ def _try(attempt: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _all_well(sharded: ShardedModel, doing: str, failure: Exception | None) -> None:
-    """ReshardRefused on all ranks where one has failed."""
+    """Raises ReshardRefused on all ranks if one has failed."""
     for rank, said in enumerate(sharded.runtime.all_gather(None if failure is None else str(failure))):
         if said is not None:
             raise ReshardRefused(f"rank {rank} could not {doing}: {said}")

@@ -1,6 +1,6 @@
-"""The model's optimizers follow moved tables: those who hold a table's parameter get the new one.
+"""Updates the model's optimizers when tables move: references to a table's parameter are replaced by the new one.
 
-TorchRec's fused optimizers are replaced inside the collections' own (rebuild.py); here it is about all others.
+This covers optimizers outside of the collections; rebuild.py replaces TorchRec's fused optimizers.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import nn
 
 
 def follow(optimizer: Any, old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
-    """A plain optimizer made of all `model.parameters()` holds tables' too, though it never updates them."""
+    """Replaces moved parameters in a plain optimizer of all `model.parameters()`, which never updates tables."""
     becomes = {id(old[name]): new[name] for name in old}
     if optimizer is None or _is_keyed(optimizer):
         return
     for group in optimizer.param_groups:
         group["params"] = [becomes.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in old.values():
-        optimizer.state.pop(parameter, None)  # Adagrad makes some at once, which no step uses: it would hold the table
+        optimizer.state.pop(parameter, None)  # unused state, which Adagrad creates at once, would keep the table alive
 
 
 def why_not_to_follow(optimizer: Any, tables: Sequence[Mapping[str, nn.Parameter]]) -> str | None:
-    """Why an optimizer could not be told that these tables have moved, in words; None where it can."""
+    """Returns in words why an optimizer cannot follow moves of these tables; None if it can."""
     held = {id(parameter): name for own in tables for name, parameter in own.items()}
     if optimizer is None or not _is_keyed(optimizer):
         return None

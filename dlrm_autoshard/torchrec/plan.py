@@ -1,4 +1,4 @@
-"""A TorchRec sharding plan for a module, by measurements on these ranks.
+"""Makes a TorchRec sharding plan for a module by measurements on these ranks.
 
 model = DistributedModelParallel(module, plan=plan(module, first_batch.sparse_features), ...)     # on every rank
 """
@@ -23,7 +23,7 @@ from dlrm_autoshard.torchrec.statistics import ids_by_table, statistics
 from dlrm_autoshard.torchrec.tables import TorchrecError, alike, embedding_bags, table_configs
 
 PLACEMENT = "autoshard_placement"
-"""Where Autoshard finds, on the plan, what is known already: the planner with its measured costs."""
+"""Attribute of the plan that holds the planner with its measured costs, for Autoshard."""
 
 
 def plan(
@@ -36,22 +36,22 @@ def plan(
     seed: int = 0,
     **settings: Any,
 ) -> Any:
-    """A `torchrec.distributed.types.ShardingPlan` of every EmbeddingBagCollection in `module`, with fused kernels,
-    table-wise, and column-wise where `splits` allows it. Collective; the same on every rank.
+    """Returns a `torchrec.distributed.types.ShardingPlan` of every EmbeddingBagCollection in `module`: fused kernels,
+    table-wise, and column-wise if `splits` allows it. Collective; the same on every rank.
 
-    ids: a batch of this rank, as training will bring it (as many samples on every rank): a KeyedJaggedTensor with all
-    features, or one for each module, {path: ids}. Ids a sample and how often ids repeat are what a plan rests on.
-    optimizer: the tables' fused one. group: the ranks; by default all. settings: keys of the YAML's `autoshard`.
+    ids: a typical batch of this rank (equally many samples on every rank): a KeyedJaggedTensor with all features, or
+    one per module, {path: ids}. The plan depends on their number per sample and their reuse. optimizer: the tables'
+    fused one. group: the ranks; default all. settings: keys of the YAML's `autoshard`.
 
-    A table's features are planned together: all their ids, and a vector of each. TorchrecError names the table, feature
-    or module that can't be planned; PlanError the rank without memory.
+    A table's features are planned together: all their ids, and a vector of each. TorchrecError names a table, feature
+    or module that cannot be planned; PlanError a rank without memory.
     """
     config = parse_sections(tables={"optimizer": {"name": optimizer}}, autoshard={"enabled": True, **settings})
     collections = embedding_bags(module)
     tables = table_configs(collections)
     group = group or dist.group.WORLD
     if group is None:
-        raise TorchrecError("there are no ranks to plan for: call torch.distributed.init_process_group before.")
+        raise TorchrecError("there are no ranks to plan for: call torch.distributed.init_process_group first.")
     runtime = runtime_of(group, device)
     given = flat({"tables": {"optimizer": optimizer}, "autoshard": config.autoshard.model_dump(mode="json")})
     agree(runtime, facts_of(tables) | dict(given) | {"seed": seed})

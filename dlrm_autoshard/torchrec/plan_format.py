@@ -1,4 +1,4 @@
-"""A plan as TorchRec's DistributedModelParallel takes it.
+"""Converts a plan to the form that TorchRec's DistributedModelParallel takes.
 
 record = torchrec_plan(plan, tables, module="sparse_arch.embedding_bag_collection")
 sharding_plan = to_sharding_plan(record)             # with torchrec installed: DistributedModelParallel(plan=...)
@@ -25,13 +25,13 @@ def torchrec_plan(
     local_ranks: Sequence[int] | None = None,
     replicated: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Table-wise sharding of tables that are whole, column-wise of those that are split by columns, row-wise of those
-    whose rows are in equal blocks, one a rank, in the ranks' order (PlanError of others); fused kernels. Replicated
-    tables, which the plan does not place, are data-parallel: TorchRec has DDP sum their gradients. device: 'cpu'
-    or 'cuda', which TorchRec numbers on each host anew. local_ranks: each rank's number on its host, which is that of
-    its GPU; by default all ranks are on one host.
+    """Returns a plan as JSON {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, made without
+    torchrec; `to_sharding_plan` turns it into torchrec's classes.
 
-    Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
+    Kernels are fused; whole tables are table-wise, column shards column-wise, row shards row-wise if they are equal
+    blocks, one per rank in order (else PlanError). Replicated tables, which the plan does not place, are data-parallel:
+    DDP sums their gradients. device: 'cpu' or 'cuda'. local_ranks: each rank's number, and GPU, on its host; default:
+    one host.
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
     """
     placed = [table for table in tables if table.name not in replicated]
@@ -78,25 +78,25 @@ def _sharding_type(plan: ShardingPlan, table: TableConfig, shards: Sequence[Tabl
         rows = (rank * block, min((rank + 1) * block, table.num_embeddings))
         if rows[0] >= rows[1] or plan.rank_of.get(str(Shard(table.name, rows=rows))) != rank:
             raise PlanError(
-                f"the plan splits table '{table.name}' by rows, and TorchRec's row-wise sharding has {block:,} of its "
-                f"{table.num_embeddings:,} rows on each of {plan.world_size} ranks, in their order. Plan without: "
+                f"the plan splits table '{table.name}' by rows, but TorchRec's row-wise sharding has {block:,} of its "
+                f"{table.num_embeddings:,} rows on each of {plan.world_size} ranks, in order. Plan without row shards: "
                 "autoshard.splits.rows: never, or plan --rows never."
             )
     return "row_wise"
 
 
 def check_no_rows(plan: ShardingPlan) -> None:
-    """PlanError where a table is split by rows: TorchRec's row-wise sharding has equal blocks on all ranks, which no
-    move may change."""
+    """Raises PlanError if a table is split by rows: TorchRec's row-wise sharding has equal blocks on all ranks, which
+    moves cannot change."""
     for table in plan.row_split_tables:
         raise PlanError(
-            f"the plan splits table '{table}' by rows, and TorchRec's row-wise sharding has equal blocks "
-            "on all ranks. Plan without: autoshard.splits.rows: never, or plan --rows never."
+            f"the plan splits table '{table}' by rows, but TorchRec's row-wise sharding has equal blocks "
+            "on all ranks. Plan without row shards: autoshard.splits.rows: never, or plan --rows never."
         )
 
 
 def to_sharding_plan(record: Mapping[str, Any]) -> Any:
-    """torchrec.distributed.types.ShardingPlan; ImportError where torchrec is not installed."""
+    """Returns a torchrec.distributed.types.ShardingPlan; ImportError without torchrec."""
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
     from torchrec.distributed.types import ShardingPlan as TorchrecPlan
@@ -124,7 +124,7 @@ def to_sharding_plan(record: Mapping[str, Any]) -> Any:
 
 
 def python_source(record: Mapping[str, Any]) -> str:
-    """A Python file that makes `sharding_plan` with torchrec alone."""
+    """Returns a Python file that makes `sharding_plan` with torchrec alone."""
     return f'''"""DistributedModelParallel(module, plan=sharding_plan): tables on ranks, planned by dlrm_autoshard."""
 
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -149,7 +149,7 @@ sharding_plan = ShardingPlan(
 
 
 def _literal(record: Mapping[str, Any]) -> str:
-    """Returns the record as Python writes it."""
+    """Returns the record as a Python literal."""
     return json.dumps(record, indent=4).replace('"sharding_spec": null', '"sharding_spec": None')
 
 

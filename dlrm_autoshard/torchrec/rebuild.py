@@ -1,7 +1,7 @@
-"""A sharded EmbeddingBagCollection under another plan, made beside the live one, and put in its place.
+"""Builds a sharded EmbeddingBagCollection for another plan beside the live one, and swaps them.
 
-fresh = rebuilt(collection, sharding)           # no rows in it yet: shards.local_shards(fresh) are where they go
-undo = put_in_place(collection, fresh)          # the live object looks up what is in `fresh`, until undo()
+fresh = rebuilt(collection, sharding)           # without rows; shards.local_shards(fresh) are where they go
+undo = put_in_place(collection, fresh)          # the live object now uses the tables of `fresh`, until undo()
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import nn
 from dlrm_autoshard.torchrec.tables import configs_of, data_parallel, is_data_parallel
 
 _KEPT = {"training", "is_pipelined", "_optim", "post_lookup_tracker_fn", "post_odist_tracker_fn"}
-"""Attributes of the live module that others hold or have set; and its hooks."""
+"""Attributes of the live module that others hold or have set; its hooks are kept as well."""
 
 
 def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
-    """sharding: TorchRec's ParameterSharding of each table that ranks own. Everything else is the live collection's,
-    the lookup of data-parallel tables itself: weights, DistributedDataParallel and all. The training's own random
-    numbers are as they would be without it."""
+    """Builds the collection anew. sharding: TorchRec's ParameterSharding of each table that has owners.
+
+    Everything else is the live collection's, including the lookup of data-parallel tables with its weights and
+    DistributedDataParallel. Leaves the random generators unchanged."""
     from torchrec import EmbeddingBagCollection
     from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
     from torchrec.distributed.types import EmbeddingModuleShardingPlan
@@ -30,20 +31,20 @@ def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
         tables=collection._embedding_bag_configs, is_weighted=collection._is_weighted, device="meta"
     )
     for infos in collection.sharding_type_to_sharding_infos.values():
-        for info in infos:  # fused parameters of the sharder and of the table, as they were merged
+        for info in infos:  # fused parameters as merged from the sharder and the table
             parameter = plain.embedding_bags[info.embedding_config.name].weight
             parameter._optimizer_kwargs = [dict(info.fused_params)]
 
     class Rebuilt(type(collection)):  # type: ignore[misc]
         def init_data_parallel(self) -> None:
-            """Takes the live lookup where TorchRec would wrap a new one, before weights are registered."""
+            """Uses the live lookup where TorchRec would wrap a new one, before weights are registered."""
             live = next((lookup for lookup in collection._lookups if is_data_parallel(lookup)), None)
             for number, sharding in enumerate(self._embedding_shardings):
                 if isinstance(sharding, DpPooledEmbeddingSharding):
                     self._lookups[number] = live
 
         def reset_parameters(self) -> None:
-            """Draws no first values: live weights are among these, and all others are about to arrive."""
+            """Keeps weights: live ones are among them, and all others are about to arrive."""
 
     with torch.random.fork_rng([] if collection._device.type == "cpu" else [collection._device]):
         fresh = Rebuilt(
@@ -63,7 +64,8 @@ def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
 
 
 def put_in_place(live: Any, fresh: Any) -> Callable[[], None]:
-    """Whoever holds the live module, or its fused optimizer, now has the fresh one's tables. Returned: the way back."""
+    """Gives the live module and its fused optimizer the fresh one's tables, for all who hold them. Returns the way
+    back."""
     old, old_optimizers = _inside(live), list(live._optim._optims)
 
     def become(inside: Mapping[str, Any], optimizers: list[Any]) -> None:
@@ -77,7 +79,7 @@ def put_in_place(live: Any, fresh: Any) -> Callable[[], None]:
 
 
 def table_parameters(collection: Any) -> dict[str, nn.Parameter]:
-    """Returns the weights of a collection's tables by name, without data-parallel ones."""
+    """Returns the weights of a collection's tables by name, without data-parallel tables."""
     return {config.name: collection.embedding_bags[config.name].weight for config in configs_of(collection)}
 
 

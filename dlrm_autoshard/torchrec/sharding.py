@@ -1,7 +1,7 @@
-"""Our plans as TorchRec's of a model's modules, and back.
+"""Converts our plans to TorchRec's plans of a model's modules, and back.
 
-record = plan_record(plan, shapes_of(collections), "cpu", [0, 1, 0])             # JSON, as plan_format.py has it
-plan = plan_of(sharding_plan, collections, world_size)                   # refuses other ways to shard
+record = plan_record(plan, shapes_of(collections), "cpu", [0, 1, 0])             # JSON as in plan_format.py
+plan = plan_of(sharding_plan, collections, world_size)                   # refuses other kinds of sharding
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def plan_record(
     local_ranks: Sequence[int] | None = None,
     replicated: Collection[str] = (),
 ) -> dict[str, Any]:
-    """{module: {table: sharding}} of all modules. modules: of each its tables, by their names in it.
-    local_ranks: each rank's number on its host; all ranks on one host by default. replicated: tables that the plan
-    does not place, as `table_key` names them."""
+    """Returns {module: {table: sharding}}. modules: each one's tables under their names in it. local_ranks: each rank's
+    number on its host; default: one host. replicated: tables that the plan does not place, as `table_key` names
+    them."""
     record: dict[str, Any] = {}
     for path, tables in modules.items():
         own = {}
@@ -40,7 +40,7 @@ def plan_record(
 
 
 def shapes_of(collections: Mapping[str, Any]) -> dict[str, list[TableConfig]]:
-    """Returns each collection's tables, by their names in it; nothing of how they are pooled or kept."""
+    """Returns the shapes of each collection's tables under their names in it; without pooling and dtype."""
     return {
         path: [TableConfig(c.name, c.num_embeddings, c.embedding_dim) for c in configs_of(collection)]
         for path, collection in collections.items()
@@ -48,12 +48,12 @@ def shapes_of(collections: Mapping[str, Any]) -> dict[str, list[TableConfig]]:
 
 
 def plan_of(sharding_plan: Any, collections: Mapping[str, Any], world_size: int) -> ShardingPlan:
-    """TorchrecError names a table that is sharded otherwise, or whose kernel is not the fused one."""
+    """Returns our plan of TorchRec's. TorchrecError names a table with another sharding or kernel."""
     rank_of: dict[str, int] = {}
     for path, collection in collections.items():
         shardings = sharding_plan.plan.get(path)
         if shardings is None:
-            raise TorchrecError(f"the plan has nothing about module '{path}'; its tables can't be moved.")
+            raise TorchrecError(f"the plan does not contain module '{path}'; its tables cannot be moved.")
         for config in configs_of(collection):
             sharding = shardings[config.name]
             if sharding.sharding_type not in _SHARDINGS or sharding.compute_kernel != _KERNEL:

@@ -1,4 +1,4 @@
-"""The rows of a sharded EmbeddingBagCollection that this rank owns: where they lie, and what goes with them.
+"""This rank's shards of a sharded EmbeddingBagCollection: their tensors, and the settings of their lookups.
 
 shards = local_shards(collection)               # {table: Shard}
 shards["item"].tensors                          # live views: {"weight": [rows, dim], "sum": [rows], ...}
@@ -20,9 +20,9 @@ from dlrm_autoshard.torchrec.tables import is_data_parallel
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a table's lookup that lie in no row. group: its optimizer's param group without the params: learning
-    rate, what a scheduler left there. rate: in effect; the group's takes effect with the fused optimizer's next step.
-    counters: fbgemm's numbers of iterations."""
+    """Settings of a table's lookup outside its rows. group: its optimizer's param group without params, such as the
+    learning rate a scheduler has set. rate: the one in effect; the group's takes effect at the fused optimizer's next
+    step. counters: fbgemm's iteration counters."""
 
     group: Mapping[str, Any]
     rate: float
@@ -31,32 +31,32 @@ class Settings:
 
 @dataclass(frozen=True)
 class Shard:
-    """A table here, or some of its columns."""
+    """A table on this rank, or some of its columns."""
 
     tensors: Mapping[str, Tensor]
     settings: Settings
 
     @property
     def formats(self) -> dict[str, tuple[int, int]]:
-        """(bytes an element, number of dimensions) of each tensor."""
+        """(bytes per element, number of dimensions) of each tensor."""
         return {name: (tensor.element_size(), tensor.dim()) for name, tensor in self.tensors.items()}
 
 
 def owned_lookups(collection: Any) -> list[tuple[Any, Any]]:
-    """(lookup, output exchange) of the tables that ranks own, without that of data-parallel tables."""
+    """Returns (lookup, output exchange) of tables that have owners, without data-parallel ones."""
     pairs = zip(collection._lookups, collection._output_dists, strict=True)
     return [(lookup, exchange) for lookup, exchange in pairs if not is_data_parallel(lookup)]
 
 
 def kernels(collection: Any) -> Iterator[tuple[Any, list[str]]]:
-    """(fused kernel, its tables' shards) of these lookups."""
+    """Yields (fused kernel, names of its tables' shards)."""
     for lookup, _ in owned_lookups(collection):
         for kernel, config in zip(lookup._emb_modules, lookup.grouped_configs, strict=True):
             yield kernel, [shard_name(table) for table in config.embedding_tables]
 
 
 def shard_name(table: Any) -> str:
-    """As our plans name what a rank holds of TorchRec's ShardedEmbeddingTable."""
+    """Returns our plans' name for a ShardedEmbeddingTable of TorchRec on a rank."""
     if table.local_cols == table.embedding_dim:
         return str(table.name)
     start = table.local_metadata.shard_offsets[1]
@@ -64,7 +64,7 @@ def shard_name(table: Any) -> str:
 
 
 def local_shards(collection: Any) -> dict[str, Shard]:
-    """By the shard's name, with the table's in its module."""
+    """Returns this rank's shards by name, with the table's name in its module."""
     shards = {}
     for kernel, tables in kernels(collection):
         tbe = kernel.emb_module
@@ -77,7 +77,7 @@ def local_shards(collection: Any) -> dict[str, Shard]:
 
 
 def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) -> None:
-    """Sets a collection's learning rates and iteration counters as `settings_of` its tables says."""
+    """Sets a collection's learning rates and iteration counters to `settings_of` its tables."""
     for kernel, tables in kernels(collection):
         settings = settings_of(tables[0])
         [group] = kernel.fused_optimizer.param_groups
@@ -88,17 +88,19 @@ def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) ->
 
 
 def why_not(live: Any, fresh: Any, settings_of: Callable[[str], Settings]) -> str | None:
-    """Why the lookups of `fresh` could not have the settings of those of `live`, in words; None where they can."""
+    """Returns in words why the lookups of `fresh` cannot take over the settings of `live`; None if they can."""
     for _, tables in kernels(fresh):
         for table in tables[1:]:
             if settings_of(table) != settings_of(tables[0]):
-                return f"tables '{tables[0]}' and '{table}' would share a lookup, but not learning rate or iterations"
+                return (
+                    f"tables '{tables[0]}' and '{table}' would share a lookup but differ in learning rate or iterations"
+                )
     of_both = [[settings_of(tables[0]).group for _, tables in kernels(module)] for module in (live, fresh)]
     before, after = map(len, of_both)
     if before != after and any("initial_lr" in group for groups in of_both for group in groups):
         return (
-            f"a torch learning rate scheduler counts {before} param groups of the tables here, and the plan makes "
-            f"them {after}; schedule the dense part alone, and set the tables' `lr` in each group yourself"
+            f"a torch learning rate scheduler counts {before} param groups of the tables here, but the plan makes "
+            f"{after}; schedule the dense part alone, and set the tables' `lr` in each group yourself"
         )
     return None
 
@@ -110,7 +112,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _states(tbe: Any) -> list[dict[str, Tensor]]:
-    """Returns for each table the optimizer's state of its rows."""
+    """Returns each table's optimizer state."""
     rows = [spec[0] for spec in tbe.embedding_specs]
     if not tbe.split_optimizer_states():
         return [{} for _ in rows]

@@ -1,9 +1,8 @@
-"""Hooks on a sharded EmbeddingBagCollection: its stages on our clock, and the ids that reach its tables.
+"""Hooks on a sharded EmbeddingBagCollection that time its stages and report the ids that reach its tables.
 
 StageHooks(collection, clock, arrived)          # arrived(features): each training lookup's KeyedJaggedTensor
 
-In sampled steps the output exchange is waited for where it starts, so that it can be timed; in others TorchRec runs as
-it does without us.
+Sampled steps wait for the output exchange where it starts, so that it can be timed; other steps run as without hooks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Arrived = Callable[[Any, Any], None]
 
 
 class StageHooks:
-    """On one collection; made anew whenever its lookups are. `remove` takes them away."""
+    """Hooks on one collection; made again whenever its lookups change. `remove` removes them."""
 
     def __init__(self, collection: Any, clock: StageClock, arrived: Arrived) -> None:
         self._collection, self._clock, self._arrived = collection, clock, arrived
@@ -63,7 +62,7 @@ class StageHooks:
             self._begin_exchange("input_dist")
 
     def _before_copies(self, lookup: Any, inputs: Any) -> None:
-        """Data-parallel tables are looked up as MLPs compute: on each rank, of its own samples."""
+        """Counts data-parallel lookups as dense: each rank looks up its own samples."""
         if self._timed:
             self._clock.end()
             self._clock.begin("dense_fwd")
@@ -96,14 +95,15 @@ class StageHooks:
         return NoWait(arrived)
 
     def _after_kernel(self, kernel: Any, inputs: Any, pooled: Tensor) -> None:
-        """Its gradient function is the fused backward and update."""
+        """Times the kernel's gradient function, which is the fused backward and update."""
         if self._timed and pooled.grad_fn is not None:
             pooled.grad_fn.register_prehook(lambda _: self._clock.begin("bwd_compute"))
             pooled.grad_fn.register_hook(lambda _, __: self._clock.end())
 
 
 def _when_gradient(tensor: Tensor, call: Callable[[], None], *, once: bool = False) -> None:
-    """once: of a tensor that outlives the step, as the one that stands for no tables does."""
+    """Calls `call` when the tensor's gradient arrives. once: for a tensor that outlives the step, as the one that
+    stands for no tables does."""
     if not tensor.requires_grad:
         return
 

@@ -1,4 +1,4 @@
-"""Statistics of TorchRec's tables from a batch's ids: a table's features count together.
+"""Measures statistics of TorchRec's tables on a batch's ids; a table's features count together.
 
 stats, samples = statistics([ids_by_table(collections, ids) for each rank])
 """
@@ -19,12 +19,12 @@ IdsByTable = Mapping[str, list[tuple[np.ndarray, np.ndarray]]]
 
 
 def ids_by_table(collections: Mapping[str, Any], ids: Any) -> IdsByTable:
-    """ids: a KeyedJaggedTensor with all features, or one for each module by its path. TorchrecError names a feature
-    that it lacks."""
+    """Returns the ids of each table. ids: a KeyedJaggedTensor with all features, or one per module by its path.
+    TorchrecError names a missing feature."""
     found = {}
     for path, collection in collections.items():
         if isinstance(ids, Mapping) and path not in ids:
-            raise TorchrecError(f"the ids have nothing for module '{path}', only for {', '.join(map(repr, ids))}.")
+            raise TorchrecError(f"the ids lack module '{path}'; they have {', '.join(map(repr, ids))}.")
         features = (ids[path] if isinstance(ids, Mapping) else ids).to_dict()
         rows = {
             key: (jagged.lengths().cpu().numpy(), jagged.values().cpu().numpy()) for key, jagged in features.items()

@@ -1,7 +1,7 @@
-"""Describes TorchRec modules' tables plainly: shapes, pooling, dtypes, features; what can't be moved is refused.
+"""Describes the tables of TorchRec modules: shapes, pooling, dtypes, features; refuses what cannot be moved.
 
 collections = embedding_bags(module)            # {path: EmbeddingBagCollection}, sharded or not
-tables = table_configs(collections)             # one TableConfig a table, named as `table_key` says
+tables = table_configs(collections)             # a TableConfig per table, named by `table_key`
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _POOLING: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 
 
 class TorchrecError(UserError):
-    """A TorchRec model that can't be planned or moved: the message says which table or module, and why."""
+    """A TorchRec model cannot be planned or moved; the message says which table or module, and why."""
 
 
 def need_torchrec() -> None:
-    """Raise TorchrecError that says what to install, where TorchRec can't be imported."""
+    """Raises TorchrecError with the install command if TorchRec cannot be imported."""
     try:
         import torchrec  # noqa: F401
     except ImportError as error:
-        goes_with_torch = f"1.{int(torch.__version__.split('.')[1]) - 5}.*"  # as fbgemm 1.X does with torch 2.(X+5)
+        goes_with_torch = f"1.{int(torch.__version__.split('.')[1]) - 5}.*"  # like fbgemm: 1.X with torch 2.(X+5)
         raise TorchrecError(
             f"torchrec can't be imported ({error}). With torch {torch.__version__}: pip install iopath pyre-extensions "
             f'tensordict tqdm && pip install --no-deps "torchrec=={goes_with_torch}"'
@@ -41,8 +41,8 @@ def need_torchrec() -> None:
 
 
 def embedding_bags(module: nn.Module) -> dict[str, Any]:
-    """Returns its EmbeddingBagCollections by path, sharded ones or plain ones. What does not pool stays where TorchRec
-    has put it beside them; TorchrecError where there are no bags, or where it has no place yet."""
+    """Returns the EmbeddingBagCollections by path, sharded or plain. EmbeddingCollections beside them must be sharded
+    already, and stay; TorchrecError otherwise, or if there are no bags."""
     need_torchrec()
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -56,17 +56,19 @@ def embedding_bags(module: nn.Module) -> dict[str, Any]:
     if unpooled and not (found and placed):
         path, child = next(iter(unpooled.items()))
         raise TorchrecError(
-            f"module '{path or type(child).__name__}' is an EmbeddingCollection, whose vectors are not pooled; "
-            "EmbeddingBagCollections are planned and moved. Look its tables up with ShardedEmbeddingBags(..., "
-            "sequences=[...]), which plans and moves them, too, or let TorchRec's own planner place the model."
+            f"module '{path or type(child).__name__}' is an EmbeddingCollection, whose vectors are not pooled; only "
+            "EmbeddingBagCollections are planned and moved. Use ShardedEmbeddingBags(..., sequences=[...]), which "
+            "plans and moves its tables, too, or let TorchRec's own planner place the model."
         )
     if not found:
-        raise TorchrecError("the model has no EmbeddingBagCollection, and those are what is planned and moved.")
+        raise TorchrecError(
+            "the model has no EmbeddingBagCollection, the only module whose tables are planned and moved."
+        )
     return found
 
 
 def configs_of(collection: Any) -> list[Any]:
-    """EmbeddingBagConfigs of a collection's tables, sharded or not, without data-parallel ones: these have no owner."""
+    """Returns the EmbeddingBagConfigs of tables with owners, without data-parallel ones; sharded or not."""
     if hasattr(collection, "embedding_bag_configs"):
         return list(collection.embedding_bag_configs())
     copies = data_parallel(collection.module_sharding_plan)
@@ -79,29 +81,27 @@ def data_parallel(sharding: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_data_parallel(lookup: nn.Module) -> bool:
-    """Whether a sharded collection's lookup is that of its data-parallel tables."""
+    """Returns whether a sharded collection's lookup is that of its data-parallel tables."""
     return isinstance(lookup, DistributedDataParallel)
 
 
 def table_key(path: str, table: str, collections: Mapping[str, object]) -> str:
-    """Returns a table's name in plans and reports: its own, behind its module's path where there are several modules,
-    whose tables may be namesakes."""
+    """Returns a table's name in plans and reports: its own, with its module's path in front if there are several
+    modules."""
     return table if len(collections) == 1 else f"{path}.{table}"
 
 
 def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
-    """All tables of all modules in their order. TorchrecError names a dtype or a pooling that we can't place."""
+    """Returns all tables of all modules in order. TorchrecError names an unsupported dtype or pooling."""
     tables = []
     for path, collection in collections.items():
         for config in configs_of(collection):
             dtype, pooling = config.data_type.name, config.pooling.name
             if dtype not in _DTYPES:
-                raise TorchrecError(
-                    f"table '{config.name}' of '{path}' is {dtype}; tables of FP32 and FP16 are handled."
-                )
+                raise TorchrecError(f"table '{config.name}' of '{path}' is {dtype}; only FP32 and FP16 are supported.")
             if pooling not in _POOLING:
                 raise TorchrecError(
-                    f"table '{config.name}' of '{path}' is pooled by {pooling}; SUM and MEAN are handled."
+                    f"table '{config.name}' of '{path}' is pooled by {pooling}; only SUM and MEAN are supported."
                 )
             tables.append(
                 TableConfig(
@@ -116,8 +116,8 @@ def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
 
 
 def alike(tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    """As the planner measures them, in one fused lookup: where dtypes or poolings differ, all fp32, all summed.
-    TorchRec makes a lookup of each kind; its costs correct the plan once they have been measured in training."""
+    """Returns the tables as the planner measures them, in one fused lookup: if dtypes or poolings differ, all fp32, all
+    summed. TorchRec makes a lookup of each kind; measurements in training then correct the costs."""
     kinds = {table.dtype for table in tables}, {table.pooling for table in tables}
     dtype = "fp32" if len(kinds[0]) > 1 else tables[0].dtype
     pooling = "sum" if len(kinds[1]) > 1 else tables[0].pooling
@@ -125,8 +125,8 @@ def alike(tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
 
 
 def optimizer_config(fused_optimizer: Any) -> TablesConfig:
-    """fused_optimizer: fbgemm's EmbOptimType, or the name of one."""
+    """Returns the config of fbgemm's optimizer. fused_optimizer: an EmbOptimType, or its name."""
     name = str(getattr(fused_optimizer, "name", fused_optimizer))
     if name not in _OPTIMIZERS:
-        raise TorchrecError(f"tables are trained with {name}; handled are {', '.join(_OPTIMIZERS)}.")
+        raise TorchrecError(f"tables are trained with {name}; supported are {', '.join(_OPTIMIZERS)}.")
     return TablesConfig(optimizer=TableOptimizerConfig(name=_OPTIMIZERS[name]))
