@@ -393,7 +393,7 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
     if dist.is_initialized():
         dist.destroy_process_group()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BagsError, match="2 ranks were started, and this one has no process group"):
+    with pytest.raises(BagsError, match="2 ranks were started, but this one has no process group"):
         ShardedEmbeddingBags([A])
 
 

@@ -344,6 +344,6 @@ def test_later_days_by_modulo_and_folders_that_tell_of_no_rows(
     with np.load(tmp_path / "counted" / "categories.npz") as arrays:
         np.savez(tmp_path / "counted" / "categories.npz", allow_pickle=False, **{**arrays, "3": arrays["3"][1:]})
     write_sample_layout(tmp_path / "made-up", [10])
-    for folder, said in (("counted", "table 3's"), ("made-up", "describes no encoding"), ("none", "none/tables.json")):
+    for folder, said in (("counted", "table 3"), ("made-up", "describes no encoding"), ("none", "none/tables.json")):
         assert main([*again, str(tmp_path / folder)]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -177,7 +177,7 @@ def when_it_starts(rank: int, world_size: int) -> tuple[list[str], str]:
 
 def test_the_sum_over_ranks_starts_with_the_last_gradient() -> None:
     for events, late in run_ranks(when_it_starts, 2):
-        assert len(events) == 13 and events.index("sum") == 12 and "came after their sum over ranks had begun" in late
+        assert len(events) == 13 and events.index("sum") == 12 and "arrived after the sum over ranks had begun" in late
 
 
 def unlike(rank: int, world_size: int, how: str) -> str:
@@ -187,6 +187,6 @@ def unlike(rank: int, world_size: int, how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "said"), [("shape", "rank 1's module has ('weight', (3, 3)"), ("half", "no float32")])
+@pytest.mark.parametrize(("how", "said"), [("shape", "rank 1's module has ('weight', (3, 3)"), ("half", "not float32")])
 def test_modules_that_cannot_be_replicas_are_refused_on_all_ranks(how: str, said: str) -> None:
     assert all(said in one for one in run_ranks(unlike, 2, how))

@@ -134,10 +134,10 @@ def test_parts_train_as_plain_pytorch_accumulates(found: list[Any], optimizer: s
 
 def test_parts_that_are_not_of_the_batch_are_refused() -> None:
     pooled = torch.zeros(4, 2)
-    with pytest.raises(das.UserError, match="4 samples was to be taken in 5 parts"):
+    with pytest.raises(das.UserError, match="4 samples cannot be divided into 5 parts"):
         next(das.in_parts(pooled, 5))
     with pytest.raises(das.UserError, match="parts have 3 samples, and the batch has 4"):
         next(das.in_parts(pooled, [1, 2]))
-    with pytest.raises(das.UserError, match="alike in all"):
+    with pytest.raises(das.UserError, match="all with weights_N"):
         das.joined_ids([(pooled,)])
     assert [(rows.start, len(part)) for rows, part in das.in_parts(pooled, 3)] == [(0, 2), (2, 1), (3, 1)]

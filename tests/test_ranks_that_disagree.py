@@ -119,5 +119,5 @@ def test_a_group_with_nccl_is_known_however_it_was_made(monkeypatch: pytest.Monk
     assert [device_for(one, None) for one in (nccl, both, gloo)] == [on_gpu, on_gpu, on_cpu]
     assert device_for(gloo, "cuda") == on_gpu, "with its number: else a tensor there looks like one elsewhere"
     assert device_for(both, "cpu") == on_cpu and device_for(nccl, "cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(UserError, match="device is 'cpu', and the process group carries tensors of 'cuda' only"):
+    with pytest.raises(UserError, match="device is 'cpu', but the process group carries only tensors of 'cuda'"):
         device_for(nccl, "cpu")

@@ -121,7 +121,7 @@ def test_a_dense_part_that_cannot_be_replayed_is_launched_and_told_of(case: str)
     (said, same) = run_ranks(unfit_dense_part, 1, case)[0]
     assert same
     (message,) = said
-    expected = {"stale": "off by", "refused": "stream is capturing"}[case]
+    expected = {"stale": "differ by", "refused": "stream is capturing"}[case]
     assert expected in message and "\n" not in message
 
 

@@ -190,7 +190,7 @@ def test_a_swap_of_everything_takes_a_few_chunks_and_gives_pages_back() -> None:
 
 def disagree(rank: int, world_size: int) -> str:
     embeddings = make(rank, plan_of("0011", world_size), "sgd", "fp32", TABLES)
-    with pytest.raises(ReshardError, match="told to make different moves") as caught:
+    with pytest.raises(ReshardError, match="given different moves") as caught:
         reshard(embeddings, plan_of(["0111", "0011"][rank], world_size), group=world())
     with pytest.raises(PlanError, match="for 3 ranks, this job has 2"):
         reshard(embeddings, plan_of("0012", 3), group=world())
@@ -214,7 +214,7 @@ def damage(rank: int, world_size: int) -> str:
             return values
 
         embeddings.storage.tensors = tensors  # type: ignore[method-assign]
-    with pytest.raises(ReshardError, match=r"arrived other than they left: 'a' \(weight\)") as caught:
+    with pytest.raises(ReshardError, match=r"changed on their way: 'a' \(weight\)") as caught:
         reshard(embeddings, plan_of("1011", world_size), group=world(), checksums=True)
     return str(caught.value)
 

@@ -1,9 +1,9 @@
-"""The tables as one module for any training loop: `loss.backward()` averages their gradients and updates them.
+"""All tables as one module for any training loop: `loss.backward()` averages their gradients and updates them.
 
 bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))       # ranks: torch.distributed's
-pooled_BD = bags.forward(lengths_TB, values_N)       # or with weights_N; or a KeyedJaggedTensor; called as a module
-lookup = bags.look_up(lengths_TB, values_N); pooled_BD = lookup.wait()       # the same, and other work between
-for batch, ids in bags.ahead(batches, ids_of): bags(ids)                     # the next batch's ids travel meanwhile
+pooled_BD = bags.forward(lengths_TB, values_N)       # or with weights_N, or a KeyedJaggedTensor; call it as a module
+lookup = bags.look_up(lengths_TB, values_N); pooled_BD = lookup.wait()       # the same, with other work in between
+for batch, ids in bags.ahead(batches, ids_of): bags(ids)                     # sends the next batch's ids meanwhile
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dlrm_autoshard.tables import Shard, TableConfig
 
 
 class ShardedEmbeddingBags(EmbeddingBags):
-    """All tables of a model; each rank owns those that `plan` gives it. Made and called on every rank of `group`."""
+    """All tables of a model; each rank owns those that `plan` gives it. Make and call it on every rank of `group`."""
 
     def __init__(
         self,
@@ -57,24 +57,22 @@ class ShardedEmbeddingBags(EmbeddingBags):
         rows_once: bool | Literal["auto"] = "auto",
         dedup: Sequence[str] | Literal["auto", "none"] = "none",
     ) -> None:
-        """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
-        UserError, on every rank, where ranks are not given the same.
+        """optimizer: fused into the backward pass; default RowwiseAdagrad(). plan: default round robin. UserError, on
+        every rank, if ranks are given different arguments.
 
-        group: the ranks; torch.distributed's default group, which is made for this process alone where there is none.
-        device: the current GPU where NCCL carries the group's tensors, else the CPU.
-        exchange_dtype: in which vectors and their gradients travel between ranks: fp32, fp16, bf16 or int8, or
-        {'vectors': ..., 'gradients': ...}. check_ids: refuse ids beyond their
-        table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes. features: table
-        -> those that look up its rows, in the place of one of its name. average: gradients over ranks, as DDP does;
-        False: sum them, for a loss that is this rank's share of the mean over all samples (no pass over gradients).
-        replicate: tables of which every rank is to have a copy, by name, and that no plan places; "auto": those whose
-        gradients are fewer bytes than the vectors of `batch_size` samples (of one rank). Their gradients travel with
-        those of a `DataParallelDense(..., replicas=bags.replicas)`, or else by themselves in the backward pass.
-        sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id. rows_once: a row
-        that a rank's batch has several times in a sequence travels once, its gradients summed before they travel;
-        "auto": where the first batch says that this is faster, for good (a saved state keeps it). dedup: tables
-        whose pooled features send each id that a rank's batch has several times once, where bags have one id; "auto":
-        those whose ids repeat, where exchanging the first batch so is faster between these ranks, for good as well.
+        group: the ranks; default torch.distributed's default group, which is made for this process alone if there is
+        none. device: default the current GPU if NCCL carries the group's tensors, else the CPU. exchange_dtype: dtype
+        of vectors and gradients between ranks: fp32, fp16, bf16 or int8, or {'vectors': ..., 'gradients': ...}.
+        check_ids: refuse ids beyond their table (on a GPU that waits for the device). seed: of initial weights, which
+        are independent of the plan. features: table -> features that look it up, instead of one with its name. average:
+        average gradients over ranks like DDP; False: sum them, for a loss that is this rank's share of the mean over
+        all samples (saves a pass). replicate: names of tables copied to every rank, outside the plan; "auto": those
+        whose gradients are fewer bytes than the vectors of `batch_size` samples of a rank. Their gradients travel with
+        those of a `DataParallelDense(..., replicas=bags.replicas)`, otherwise by themselves in the backward pass.
+        sequences: tables or features that are not pooled: their `Jagged` has a vector per id. rows_once: send each
+        distinct row of a rank's sequences once, and their gradients summed; "auto": decide by the first batch, for good
+        (saved states keep it). dedup: tables whose pooled features send each distinct id of a rank's batch once; for
+        bags of one id. "auto": tables whose ids repeat, if exchanging the first batch so is faster, for good too.
         """
         group = group_or_alone(group)
         runtime = runtime_of(group, device)
@@ -104,7 +102,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
             taken = plan or round_robin(names, Topology(runtime.world_size))
             taken.check_tables(names)
             if taken.world_size != runtime.world_size:
-                raise PlanError(f"the plan is for {taken.world_size} ranks, and the group has {runtime.world_size}.")
+                raise PlanError(f"the plan is for {taken.world_size} ranks, but the group has {runtime.world_size}.")
             return found, own, taken, copied
 
         found, optimizer, plan, replicated = runtime.on_all(checked)
@@ -153,22 +151,23 @@ class ShardedEmbeddingBags(EmbeddingBags):
         return self.runtime.world_size
 
     def split(self, pooled_BD: Tensor) -> dict[str, Tensor]:
-        """The columns of each pooled table, or of each of its features, by name: [B, dim] each."""
+        """Returns the columns [B, dim] of each pooled table, or of each of its features, by name."""
         parts = pooled_BD.split([feature.embedding_dim for feature in self.features.pooled], dim=1)
         return {feature.name: part for feature, part in zip(self.features.pooled, parts, strict=True)}
 
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
-        """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. See `reshard`."""
+        """Makes `plan` the live one, between steps, on every rank, without changing a bit. See `reshard`."""
         self.arrive(timed=False)
         return reshard(self.sharded, plan, group=self.runtime.control, checksums=checksums)
 
     def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor | Looked:
-        """[B, sum of dims] float32, columns in the tables' order; B must be the same on every rank.
+        """Returns pooled vectors [B, sum of dims] in float32, columns in the tables' order; B must be equal on all
+        ranks.
 
-        ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor, whose keys
-        are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
-        A table's `features`, where several were named, each count as a table here, in their order. With sequences:
-        the pooled vectors of the others, and each sequence's `Jagged` by name.
+        ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor whose keys
+        are the tables' names in any order. weights_N: factors on each id's row; on every rank or on none. If `features`
+        were named, each counts as a table here, in order. With sequences: the pooled vectors of the others, and each
+        sequence's `Jagged` by name.
         """
         return super().forward(ids, values_N, weights_N)
 
@@ -180,9 +179,9 @@ class ShardedEmbeddingBags(EmbeddingBags):
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`; of a split table, its
-        columns: `NAME[0:64].weight`; and of the replicated ones, which are the same on every rank. They load under any
-        plan, whichever are replicated."""
+        """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`; for column shards
+        `NAME[0:64].weight`; and of replicated tables, equal on every rank. They load under any plan and any
+        replication."""
         tensors_of = self.sharded.storage.tensors
         own = {
             f"{name}.{key}": value for name in self.plan.tables_on(self.rank) for key, value in tensors_of(name).items()
@@ -190,7 +189,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         return own if self.replicas is None else own | dict(self.replicas.named_tensors())
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Plain data: what the tensors leave out."""
+        """Plain data that the tensors do not contain."""
         sharded = self.sharded
         state = {"updates": sharded.updates, "table_lr": self.table_lr, "plan": self.plan.to_json()}
         state |= {"rows_once": sharded.rows_once.chosen} if self.features.sequences else {}
@@ -232,8 +231,8 @@ class ShardedEmbeddingBags(EmbeddingBags):
 def _columns_as_given(
     tables: Sequence[TableConfig], output: Sequence[TableConfig], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Where each given column lies in the exchange's output, and each of those among the given; None where they lie in
-    one order. Both, for what autograd makes of the first adds column by column."""
+    """Returns for each given column its index in the exchange's output, and the inverse; None if the order is the same.
+    The inverse is for backward, because autograd's own would add column by column."""
     names = [table.name for table in output]
     starts = dict(zip(names, itertools.accumulate((t.embedding_dim for t in output), initial=0), strict=False))
     columns = [starts[table.name] + i for table in tables for i in range(table.embedding_dim)]
@@ -262,7 +261,7 @@ def assembled(saved: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | 
         assert common is not None
         into, of_shard = found[common.within(wanted)[: like.dim()]], parts[shard][common.within(shard)[: like.dim()]]
         if into.shape != of_shard.shape:
-            return parts[shard]  # of another model, whose shape says so
+            return parts[shard]  # of another model; the caller reports its shape
         start, stop = common.columns or (first, last)
         share = (stop - start) / (last - first) if like.dim() == 1 else 1.0
         into.add_(of_shard, alpha=share) if like.dim() == 1 else into.copy_(of_shard)

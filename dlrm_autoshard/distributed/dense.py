@@ -1,4 +1,4 @@
-"""The data-parallel dense part as one flat vector: one all-reduce, one optimizer update, whatever the number of layers.
+"""The data-parallel dense part as one flat vector: one all-reduce and one optimizer update for all layers.
 
 dense = DataParallelDense(tower, torch.optim.SGD, lr=0.1)      # on every rank; instead of DDP and an optimizer
 dense.backward(loss); dense.step()           # the all-reduce starts with the last gradient, `step` waits for it
@@ -27,16 +27,16 @@ from dlrm_autoshard.errors import UserError
 
 
 class DataParallelDense:
-    """Owns the dense parameters' memory, their gradients and their optimizer. `module` has the same layers on all
-    ranks, and each backward pass reaches the same of them.
+    """Owns the dense parameters' memory, gradients and optimizer. `module` must have the same layers on all ranks, and
+    each backward pass must reach the same ones.
 
-    Parameters become views of `flat`, gradients views of `gradient`. The last two elements of `gradient` carry the wish
-    to stop and the step's loss, so that the all-reduce that every step has anyway tells all ranks both. Parameters that
-    are frozen (`requires_grad=False`) stay where they are.
+    Parameters become views of `flat`, gradients views of `gradient`. The last two elements of `gradient` carry the
+    request to stop and the step's loss, so that the step's all-reduce tells all ranks both. Frozen parameters
+    (`requires_grad=False`) stay where they are.
     """
 
     overlap = True
-    """False: the all-reduce starts in `step`."""
+    """False: start the all-reduce in `step`."""
 
     def __init__(
         self,
@@ -52,15 +52,14 @@ class DataParallelDense:
         replicas: Replicas | None = None,
         **options: Any,
     ) -> None:
-        """optimizer: a class of torch's that treats each number alone (SGD, Adagrad, Adam, AdamW), with its `options`;
-        rank 0's weights become all ranks'. A config is the trainer's, which sees to that itself. group: default:
-        torch.distributed's. device: default: the parameters'. clock: times the all-reduce and the update in sampled
-        steps (`bags.clock`).
+        """optimizer: an elementwise torch class (SGD, Adagrad, Adam, AdamW) with its `options`; rank 0's weights are
+        copied to all ranks. A config is for the trainer, which does that itself. group: default torch.distributed's.
+        device: default the parameters'. clock: times the all-reduce and the update in sampled steps (`bags.clock`).
 
-        average: the loss is the mean over this rank's samples, and gradients are averaged over ranks, as by DDP; False:
-        it is this rank's share of the mean over all samples, and they are summed. shared_memory: reduce through it
-        within a host. max_gradient_norm: a longer gradient, of all weights, is scaled to it.
-        replicas: `bags.replicas`, tables of which every rank has a copy: their gradients travel with the dense ones.
+        average: the loss is the mean over this rank's samples, and gradients are averaged over ranks like DDP; False:
+        the loss is this rank's share of the mean over all samples, and gradients are summed. shared_memory: reduce
+        through it within a host. max_gradient_norm: of all weights together; longer gradients are scaled down.
+        replicas: `bags.replicas`, tables copied to every rank, whose gradients travel with the dense ones.
         """
         group, self.clock = group_or_alone(group), clock
         device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -77,12 +76,12 @@ class DataParallelDense:
         self._own_gradient = self.gradient[: len(self.flat)]
         if replicas is not None:
             replicas.join(self.gradient[len(self.flat) : -2], self._not_too_late, self._start_if_complete)
-        self.stop_asked = False  # set it where this rank wants the job to end
-        self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
+        self.stop_asked = False  # set by this rank to end the job
+        self.stop_agreed = False  # after a step: whether any rank asked; equal on all ranks
         self._stop = LateFlag()
         self._views: dict[str, tuple[int, torch.Size]] = {}
-        self._trained: list[tuple[nn.Parameter, Tensor]] = []  # and the view that is its gradient
-        made = weakref.WeakMethod(self._made)  # parameters hold their hooks where Python's collector does not see them
+        self._trained: list[tuple[nn.Parameter, Tensor]] = []  # with the view that is its gradient
+        made = weakref.WeakMethod(self._made)  # weak, because the collector does not see hooks of parameters
         start = 0
         for name, parameter in trained.items():
             self._views[name] = (start, parameter.shape)
@@ -92,8 +91,8 @@ class DataParallelDense:
             self._trained.append((parameter, parameter.grad))
             parameter.register_post_accumulate_grad_hook(lambda _: (own := made()) and own())
             start = end
-        self._all_made = False  # of those that autograd makes of the parameters
-        self._missing = 0  # gradients of the backward pass whose last one starts the all-reduce
+        self._all_made = False  # all of autograd's gradients of parameters
+        self._missing = 0  # gradients to come in this backward pass; the last one starts the all-reduce
         self._unknown = torch.full((), torch.nan, device=device)
         self._loss = self._unknown
         self._reduced: Pending | None = None
@@ -109,7 +108,7 @@ class DataParallelDense:
             self.broadcast()
 
     def _check_alike(self, trained: dict[str, nn.Parameter]) -> None:
-        """UserError, on all ranks, where they have other parameters: gradients are summed by place."""
+        """Raises UserError on all ranks if parameters differ: gradients are summed by position."""
         mine = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained.items()]
         said: list[list[tuple[str, tuple[int, ...], str]]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(said, mine, group=self._group)
@@ -123,25 +122,25 @@ class DataParallelDense:
                 )
         half = next((name for name, _, dtype in said[0] if dtype != "float32"), None)
         if half is not None:
-            raise UserError(f"parameter '{half}' is no float32: train it in float32, and its products under autocast.")
+            raise UserError(f"parameter '{half}' is not float32: train it in float32, and use autocast for products.")
 
     @property
     def _buffers(self) -> dict[str, Tensor]:
-        """As they are now: a module may put another in a buffer's place."""
+        """Present buffers: a module may replace them."""
         return _row_by_row({name: buffer for name, buffer in self.module.named_buffers() if name in self._kept})
 
     def broadcast(self) -> None:
-        """Rank 0's weights and buffers, on every rank."""
+        """Copies rank 0's weights and buffers to every rank."""
         for tensor in (self.flat.data, *(tensor for _, tensor in self.untrained())):
             dist.broadcast(tensor, src=0, group=self._group)
 
     def broadcast_buffers(self) -> None:
-        """Rank 0's: BatchNorm's statistics, say, which each rank gathers from its own samples."""
+        """Copies rank 0's buffers to every rank, such as BatchNorm's statistics, which ranks collect on their own."""
         for buffer in self._buffers.values():
             dist.broadcast(buffer.data, src=0, group=self._group)
 
     def kept_buffers(self) -> dict[str, Tensor]:
-        """As they are now."""
+        """Returns copies of the buffers."""
         return {name: buffer.clone() for name, buffer in self._buffers.items()}
 
     def restore_buffers(self, kept: dict[str, Tensor]) -> None:
@@ -149,16 +148,16 @@ class DataParallelDense:
             buffer.data.copy_(kept[name])
 
     def fingerprint(self) -> int:
-        """The same for the same weights, bit by bit; any single change changes it."""
+        """Returns a checksum of the weights; any single change changes it."""
         own = int(self.flat.data.view(torch.int32).sum(dtype=torch.int64))
         return own if self._replicas is None else own + self._replicas.fingerprint()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, counted: bool = True) -> None:
-        """`loss.backward()` of a step's last loss. Gradients of others, whose `backward()` was called before, are in
-        the sum. counted: False where `gradients_made` is called, for gradients that no autograd node writes."""
-        if self._reduced is not None:  # of a step that was left out
+        """Runs `loss.backward()` for a step's last loss; gradients of earlier `backward()` calls are included in the
+        sum. counted: False if `gradients_made` will be called, for gradients that autograd does not write."""
+        if self._reduced is not None:  # from a step that was skipped
             self.all_reduce()
             self.zero_gradient()
         if self.clock is not None:
@@ -171,7 +170,8 @@ class DataParallelDense:
             self._missing = -1
 
     def gradients_made(self) -> None:
-        """All gradients of this step are there, but for the replicas' where their lookup was waited for before."""
+        """Starts the all-reduce once all gradients of the step exist; replicas' come when their lookup's backward has
+        run."""
         self._all_made = True
         self._start_if_complete()
 
@@ -182,7 +182,7 @@ class DataParallelDense:
             self.start_all_reduce(self._loss)
 
     def step(self, lr_scale: float | None = None) -> None:
-        """Waits for all ranks' gradients and updates the weights. lr_scale: of the first learning rate."""
+        """Waits for the gradients' sum and updates the weights. lr_scale: factor on the first learning rate."""
         clock = self.clock
         if clock is not None:
             clock.barrier("grad_allreduce")
@@ -193,7 +193,8 @@ class DataParallelDense:
             self.update(lr_scale)
 
     def all_reduce(self) -> None:
-        """Parameters' gradients are all ranks' afterwards: the first half of `step`, for an optimizer of your own."""
+        """Leaves all ranks' sum in the parameters' gradients: the first half of `step`, for an optimizer of your
+        own."""
         self._wait_for_sum()
         self._update_replicas()
 
@@ -206,12 +207,12 @@ class DataParallelDense:
             self._replicas.update()
 
     def update(self, lr_scale: float | None = None) -> None:
-        """Updates the weights of this rank, and clears the gradients."""
+        """Updates this rank's weights and clears the gradients."""
         group = self.optimizer.param_groups[0]
         if lr_scale is not None:
             group["lr"] = group["initial_lr"] * lr_scale
         self.flat.grad = self._own_gradient
-        if self._max_norm is not None:  # on all ranks by the same factor, of the same sum
+        if self._max_norm is not None:  # the same factor on all ranks, as the sum is the same
             nn.utils.clip_grad_norm_([self.flat], self._max_norm)
         self.optimizer.step()
         self.zero_gradient()
@@ -219,17 +220,17 @@ class DataParallelDense:
         self.stop_agreed = self.stop_agreed if stop is None else stop
 
     def zero_gradient(self) -> None:
-        self._own_gradient.zero_()  # the last step's loss can be asked for until there is another
+        self._own_gradient.zero_()  # keeps the last step's loss, which can be read until the next
 
     def start_all_reduce(self, local_loss: Tensor) -> Pending:
-        """Sums, or averages, gradients and loss over ranks."""
+        """Starts summing, or averaging, gradients and loss over ranks."""
         for parameter, view in self._trained:
-            if parameter.grad is not view:  # `zero_grad()` of a module or an optimizer puts None there
+            if parameter.grad is not view:  # `zero_grad()` of a module or an optimizer sets None
                 view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
                 parameter.grad = view
-        self.gradient[-2:-1] = float(self.stop_asked)  # a slice is filled; one element would be copied, which waits
+        self.gradient[-2:-1] = float(self.stop_asked)  # fills a slice; setting an element would copy and wait
         self.gradient[-1] = local_loss
-        if self._divisor > 1:  # the replicas' are as their lookups average them
+        if self._divisor > 1:  # replicas' gradients are averaged by their lookups
             self._own_gradient /= self._divisor
             self.gradient[-2:] /= self._divisor
         self._reduced = self._sum(self.gradient)
@@ -238,12 +239,12 @@ class DataParallelDense:
     def _not_too_late(self) -> None:
         if self._reduced is not None:
             raise UserError(
-                "a gradient came after their sum over ranks had begun. Of a step with several losses call backward() "
-                "of all others first, then `dense.backward(last)`; activation checkpoints need use_reentrant=False."
+                "a gradient arrived after the sum over ranks had begun. In a step with several losses call backward() "
+                "on all others first, then `dense.backward(last)`; activation checkpoints need use_reentrant=False."
             )
 
     def _made(self) -> None:
-        """A gradient of a backward pass."""
+        """Counts a gradient of the backward pass."""
         self._not_too_late()
         self._missing -= 1
         if self._missing == 0:
@@ -251,11 +252,11 @@ class DataParallelDense:
 
     @property
     def global_loss(self) -> Tensor:
-        """Loss of the last all-reduced step: the mean over the global batch; NaN where `backward` was not told it."""
+        """Loss of the last all-reduced step: the mean over the global batch; NaN without `dense.backward`."""
         return self.gradient[-1]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Live views of everything a checkpoint needs, by names that depend on the model alone."""
+        """Yields live views of everything a checkpoint needs, under names that depend on the model alone."""
         for name in self._views:
             yield f"dense.{name}", self._view(self.flat.data, name)
         yield from self.untrained()
@@ -265,7 +266,7 @@ class DataParallelDense:
                     yield f"dense_optimizer.{name}.{state}", self._view(value, name)
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of them that no optimizer updates: the model's own business."""
+        """Yields those that no optimizer updates: frozen parameters and buffers."""
         yield from ((f"dense.{name}", parameter.data) for name, parameter in self._frozen.items())
         yield from ((f"dense_buffers.{name}", buffer.data) for name, buffer in self._buffers.items())
 
@@ -283,16 +284,16 @@ class DataParallelDense:
 
 
 def _row_by_row(tensors: dict[str, Any]) -> dict[str, Any]:
-    """As they lie in memory: checkpoints are read straight into them."""
+    """Makes tensors contiguous, because checkpoints are read straight into them."""
     for tensor in tensors.values():
         tensor.data = tensor.data.contiguous()
     return tensors
 
 
 def make_optimizer(flat: nn.Parameter, config: DenseOptimizerConfig) -> torch.optim.Optimizer:
-    """SGD, Adagrad or Adam over the flat vector, with its state allocated at once, so that a checkpoint of step 0 and
-    one of step 1000 have the same keys. On CPU torch's fused ones, which pass over memory once."""
-    fused = True if flat.device.type == "cpu" else None  # None: as torch chooses; it has no fused Adagrad on GPUs
+    """Makes SGD, Adagrad or Adam for the flat vector and allocates its state at once, so that checkpoints of all steps
+    have the same keys. On CPU uses torch's fused versions, which pass over memory once."""
+    fused = True if flat.device.type == "cpu" else None  # None: torch's choice; it has no fused Adagrad on GPUs
     make: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[config.name]
     own = {"momentum": config.momentum} if config.name == "sgd" else {"eps": config.eps}
     optimizer: torch.optim.Optimizer = make([flat], lr=config.lr, weight_decay=config.weight_decay, fused=fused, **own)

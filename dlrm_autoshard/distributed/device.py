@@ -1,9 +1,9 @@
-"""Differences between devices: how moments are timed, streams beside the computing one, values read late, graphs.
+"""Differences between CPU and GPU: timing, side streams, values read late, CUDA graphs.
 
 timer = timer_of(device); mark = timer.mark()
-on_device = streams.copy(host_tensor)               # queued; the host goes on
-with streams.travel(): ...collectives...            # queued behind the copies
-streams.join(on_device)                             # the computing stream waits for all that
+on_device = streams.copy(host_tensor)               # queued; the host continues
+with streams.travel(): ...collectives...            # queued after the copies
+streams.join(on_device)                             # the computing stream waits for both
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], Any]], tuple[Any, Replay]]
-"""Records a function: returns its result, and what writes the same tensors anew as if it were called again."""
+"""Type of a recorder: runs a function and returns its result, and a replay that writes the same tensors again."""
 
 
 class Timer:
-    """Marks moments without waiting for any work: of the host."""
+    """Timestamps on the host."""
 
     def mark(self) -> Any:
         return time.perf_counter()
 
     def finish(self, mark: Any) -> None:
-        """Waits until the mark has been passed."""
+        """Waits until the device has passed the mark."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that have been passed."""
+        """Returns seconds between two passed marks."""
         return float(end - start)
 
 
 class DeviceTimer(Timer):
-    """CUDA events on the stream that computes: the device notes the time when it gets there; the host goes on."""
+    """CUDA events on the computing stream: the device takes the time when it gets there, and the host continues."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # whatever device is the thread's current one
+        event.record(torch.cuda.current_stream(self._device))  # the thread's current device may be another
         return event
 
     def finish(self, mark: torch.cuda.Event) -> None:
@@ -55,26 +55,26 @@ class DeviceTimer(Timer):
 
 
 def timer_of(device: torch.device) -> Timer:
-    """Returns the timer of what is computed on a device."""
+    """Returns the timer for work on a device."""
     return DeviceTimer(device) if device.type == "cuda" else Timer()
 
 
 class SideStreams:
-    """Copies from the host, and travelling ids, on streams of their own."""
+    """CUDA streams beside the computing one: for copies from the host, and for ids between ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies, self._travels = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def copy(self, host: Tensor) -> Tensor:
-        """From pinned memory, so that nobody waits; a tensor that is on the device already is given back."""
+        """Copies from pinned memory without waiting; returns a tensor that is on the device already."""
         computing = torch.cuda.current_stream(self._device)
         if host.device.type != "cpu":
-            self._travels.wait_stream(computing)  # which may be computing it still
+            self._travels.wait_stream(computing)  # it may still compute the tensor
             return host
         with torch.cuda.stream(self._copies):
             copied = host.pin_memory().to(self._device, non_blocking=True)
-        for reader in (self._travels, computing):  # or the next copy takes its memory while one of them still reads
+        for reader in (self._travels, computing):  # keeps the memory until both have read it
             copied.record_stream(reader)
         return copied
 
@@ -85,7 +85,7 @@ class SideStreams:
             yield
 
     def join(self, *made_beside: Tensor) -> None:
-        """made_beside: that the computing stream is about to use."""
+        """Makes the computing stream wait for both side streams. made_beside: tensors that it will use."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._copies)
         current.wait_stream(self._travels)
@@ -94,13 +94,13 @@ class SideStreams:
 
 
 class LateFlag:
-    """A number that is read step by step: at once on CPU; on GPUs as it was two steps ago, which waits for nothing."""
+    """Reads a number each step without waiting: at once on CPU; on GPU its value of two steps ago."""
 
     def __init__(self) -> None:
         self._on_the_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def read_late(self, number: Tensor) -> bool | None:
-        """number: one element, as it is now. None where there is nothing to read yet."""
+        """number: one element, now. Returns None as long as there is no value to read."""
         if number.device.type == "cpu":
             return bool(number)
         self._on_the_way.append((torch.empty(1, pin_memory=True), torch.cuda.Event()))
@@ -114,7 +114,7 @@ class LateFlag:
 
 
 class CudaGraphs:
-    """Records one function after another; they are replayed in that order, and share memory."""
+    """Records functions as CUDA graphs one after another; they share memory and are replayed in that order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -124,7 +124,9 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")  # others pin batches meanwhile
+            graph.capture_begin(
+                pool=self._memory, capture_error_mode="thread_local"
+            )  # other threads pin batches meanwhile
             try:
                 result = function()
             finally:

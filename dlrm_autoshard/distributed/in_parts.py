@@ -24,20 +24,22 @@ from dlrm_autoshard.model.jagged import Sequences
 
 
 def in_parts(pooled_BD: Tensor, parts: int | Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the rows of each part of a batch and their pooled vectors, to be trained on by a `backward()` of its own
-    before the next: memory is needed for one part's activations. After the last, the tables are updated once, with all
-    gradients, as by the whole batch: to the bit where the dense part gives the same gradients, for SGD, Adagrad and
-    row-wise Adagrad alike, which add up a row's gradients before they square them.
+    """Yields the rows of each part of a batch and their pooled vectors. Call `backward()` on each part's loss before
+    the next.
 
-    pooled_BD: what `bags(...)` or `wait()` gave. parts: their number, or their sizes. Each part's loss is its share of
-    the batch's. `DataParallelDense.step()` sums what all parts gave; with DDP all parts but the last go under
+    Memory is needed for one part's activations only. After the last part the tables are updated once with all
+    gradients, as by the whole batch: bit for bit if the dense part gives the same gradients, as SGD, Adagrad and
+    row-wise Adagrad sum a row's gradients before they square them.
+
+    pooled_BD: the result of `bags(...)` or `wait()`. parts: their number, or their sizes. Each loss is the part's share
+    of the batch's. `DataParallelDense.step()` sums all parts' gradients; with DDP run all parts but the last under
     `no_sync()`.
     """
     batch = len(pooled_BD)
     if isinstance(parts, int) and not 1 <= parts <= batch:
-        raise BagsError(f"a batch of {batch} samples was to be taken in {parts} parts. Ask for 1 to {batch}.")
+        raise BagsError(f"a batch of {batch} samples cannot be divided into {parts} parts. Ask for 1 to {batch}.")
     if not isinstance(parts, int) and sum(parts) != batch:
-        raise BagsError(f"the parts have {sum(parts)} samples, and the batch has {batch}.")
+        raise BagsError(f"the parts have {sum(parts)} samples, but the batch has {batch}.")
     detached = pooled_BD.detach()
     pieces = detached.tensor_split(parts) if isinstance(parts, int) else detached.split(list(parts))
     gradient_BD, first = torch.zeros_like(detached), 0
@@ -52,10 +54,10 @@ def in_parts(pooled_BD: Tensor, parts: int | Sequence[int]) -> Iterator[tuple[sl
 
 
 def joined_ids(micro_batches: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns the ids of several batches as one batch's: (lengths_TB, values_N), or with weights_N, of each."""
+    """Joins the ids of several batches: (lengths_TB, values_N) of each, or with weights_N."""
     kinds = {len(ids) for ids in micro_batches}
     if kinds not in ({2}, {3}):
-        raise BagsError("each batch's ids are a tuple (lengths_TB, values_N), or with weights_N, alike in all.")
+        raise BagsError("each batch's ids must be a tuple (lengths_TB, values_N), or all with weights_N.")
     lengths = [ids[0] for ids in micro_batches]
     by_table = [
         [column.split(lengths_TB.sum(1).tolist()) for column in ids[1:]]
@@ -69,9 +71,10 @@ def joined_ids(micro_batches: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...
 
 
 class PassesInParts(DensePasses):
-    """Runs the parts one after the other, each forward and backward: memory is needed for one part's activations, and
-    for the whole batch's vectors. Gradients are added up, and tables and weights are updated once: as by the whole
-    batch, but for the order in which numbers are added, and for BatchNorm, which sees a part at a time."""
+    """Runs parts of a batch one by one, forward and backward, and updates tables and weights once. Needs memory for one
+    part's activations and the whole batch's vectors.
+
+    Equals the whole batch but for the order of additions, and for BatchNorm, which sees one part at a time."""
 
     def __init__(self, model: DenseArch, parts: int, *, autocast: bool) -> None:
         super().__init__(model, autocast=autocast)
@@ -79,7 +82,7 @@ class PassesInParts(DensePasses):
         self.gradients_made: Callable[[], None] = lambda: None
 
     def bottom(self, batch: Batch) -> Tensor:
-        return batch.dense_BF  # of each part in turn
+        return batch.dense_BF  # each part runs its own bottom in `top`
 
     def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
         vectors = [own.values for own in sequences.values()]
@@ -88,7 +91,7 @@ class PassesInParts(DensePasses):
 
     def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
         self.gradients_made = dense.gradients_made
-        dense.backward(loss, counted=False)  # parameters have their gradients already
+        dense.backward(loss, counted=False)  # parameters already have their gradients
 
     def give_up(self) -> None:
         for parameter in self.model.parameters():
@@ -96,7 +99,7 @@ class PassesInParts(DensePasses):
                 parameter.grad.zero_()
 
     def loss_and_gradients(self, pooled: Tensor, batch: Batch, sequences: Sequences) -> tuple[Tensor, list[Tensor]]:
-        """Gradients are of `pooled` and of each sequence's vectors; parameters have theirs."""
+        """Returns the loss, and gradients of `pooled` and of each sequence's vectors; parameters hold their own."""
         total, gradient, first = pooled.new_zeros(()), torch.zeros_like(pooled), 0
         cut = {name: own.leaves(self._parts) for name, own in sequences.items()}
         for number, leaf in enumerate(pooled.detach().chunk(self._parts)):

@@ -1,8 +1,8 @@
-"""The dense part's passes on a GPU, recorded once as CUDA graphs and launched whole from then on.
+"""Records the dense part's passes as CUDA graphs, and launches each as a whole from then on.
 
-Launching small layers one by one takes the host longer than the device computes: on an H200 beside a Xeon 3.2 ms of a
-step's 4.5, for 1.8 of computing. Recorded, launching takes 0.04. A recording reads and writes the same memory each
-time, so batches are copied there; those of another size take the passes one by one.
+Launching small layers one by one keeps the host busier than the device: on an H200 with a Xeon 3.2 ms of a step of 4.5,
+for 1.8 ms of computation. Launching a recording takes 0.04 ms. It reads and writes fixed memory, so batches are copied
+there; batches of other sizes run unrecorded.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dlrm_autoshard.model.jagged import Sequences
 
 LOG = logging.getLogger("dlrm_autoshard")
 WARM_UP = 3
-"""Steps before passes are recorded: libraries load their kernels and take their memory at the first."""
+"""Steps before recording, in which libraries load kernels and allocate memory."""
 AGREE = 0.01
-"""Part of a tensor's norm by which a replay may differ from what was launched. A library may add up in another order,
-of bf16's 8 bits; what reads a stale value differs by as much as batches do."""
+"""Fraction of a tensor's norm by which a replay may differ from the launched passes. Libraries may sum in another
+order, in bf16's 8 bits; reading a stale value makes a difference as large as between batches."""
 
 
 def passes_over(
     model: DenseArch, bags: EmbeddingBags, *, autocast: bool, graphs: bool, accumulate: int = 1
 ) -> DensePasses:
-    """Returns the passes of a training step. autocast: products of bf16. graphs: on a GPU, as CUDA graphs. accumulate:
-    parts of a batch that are taken one after the other."""
+    """Returns a training step's passes. autocast: bf16 matrix products. graphs: use CUDA graphs on a GPU. accumulate:
+    parts of a batch to run one by one."""
     if accumulate > 1:
         return PassesInParts(model, accumulate, autocast=autocast)
     if not graphs or bags.device.type != "cuda":
@@ -47,8 +47,8 @@ def passes_over(
 
 
 class FourPasses:
-    """The dense part's forward and backward passes, each called by itself. Gradients are added to the parameters' own.
-    What a pass keeps for the next goes as soon as it is done with."""
+    """The dense part's forward and backward passes as four calls. Gradients are added to the parameters' own. Each pass
+    frees what the earlier ones kept for it."""
 
     def __init__(self, passes: DensePasses) -> None:
         self._passes = passes
@@ -62,28 +62,28 @@ class FourPasses:
         return self._loss.detach()
 
     def backward_top(self) -> Tensor:
-        """The gradient of `pooled`."""
+        """Returns the gradient of `pooled`."""
         self._loss.backward()
         bottom, pooled = self._leaves
-        del self._loss, self._leaves  # the graph holds the vectors, the leaf their gradient
+        del self._loss, self._leaves  # they hold the vectors and their gradient
         self._bottom_gradient, gradient = bottom.grad, pooled.grad
         assert gradient is not None
         return gradient
 
     def backward_bottom(self) -> None:
-        if self._bottom.requires_grad:  # one without parameters has nothing to learn
+        if self._bottom.requires_grad:  # false without parameters
             self._bottom.backward(self._bottom_gradient)
         del self._bottom, self._bottom_gradient, self.batch
 
     def give_up(self) -> None:
-        """No backward pass follows this batch's forward ones."""
+        """Frees a batch whose backward passes will not run."""
         del self._bottom, self.batch, self._loss, self._leaves
 
 
 class RecordedPasses(DensePasses):
-    """In the place of `DensePasses`. Once recorded they are launched and replayed, on another batch than that of the
-    recording, and from then on only replayed if loss and gradients agree; if not, the job's log says so, and they are
-    launched as ever: of a model that draws numbers, say, or reads values on the host."""
+    """`DensePasses` with CUDA graphs. Once recorded, passes are launched and also replayed on another batch, and from
+    then on replayed only if loss and gradients agree. Otherwise they stay launched, and the log says so: the model may
+    draw random numbers or read values on the host."""
 
     def __init__(self, model: DenseArch, width: int, *, autocast: bool, record: Record) -> None:
         """width: of the pooled vectors, without the model's margin."""
@@ -92,28 +92,28 @@ class RecordedPasses(DensePasses):
         self._record, self._width = record, sum(model.margin) + width
         self._launches, self._agrees = 0, False
         self._recording: Recording | None = None
-        self._replayed: Recording | None = None  # of this batch
+        self._replayed: Recording | None = None  # the recording used for this batch
         self._compared: Recording | None = None
         self._gradients_made: Callable[[], None] | None = None
 
     # -- what a step calls: autograd's nodes around the passes ---------------------------------------------------------
 
     def bottom(self, batch: Batch) -> Tensor:
-        """A token that stands for the bottom's output."""
+        """Returns a token that stands for the bottom's output."""
         token: Tensor = _Bottom.apply(batch.dense_BF.new_zeros((), requires_grad=True), self, batch)
         return token
 
     def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
-        """pooled: lies in `place`, where that is not None. sequences: none; on GPUs there are not any."""
+        """pooled: lies in `place` if that is set. sequences: always empty on GPUs."""
         loss: Tensor = _Top.apply(bottom, pooled, self)
         return loss
 
     def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
         self._gradients_made = dense.gradients_made
-        dense.backward(loss, counted=False)  # a replay writes gradients that autograd knows nothing of
+        dense.backward(loss, counted=False)  # autograd does not see a replay's gradients
 
     def give_up(self) -> None:
-        """No backward pass follows this batch's forward ones."""
+        """Frees a batch whose backward passes will not run."""
         if self._replayed is None:
             self._launched.give_up()
         if self._compared is not None:
@@ -169,11 +169,11 @@ class RecordedPasses(DensePasses):
         passes = FourPasses(DensePasses(self.model, autocast=self._bf16))
         try:
             self._recording = Recording(passes, batch, self._width, self._record)
-        except RuntimeError as error:  # torch's, of what must not be recorded
+        except RuntimeError as error:  # torch's, for operations that cannot be recorded
             LOG.warning("the dense part is not recorded as CUDA graphs: %s", str(error).partition("\n")[0])
 
     def _compare(self, recording: Recording) -> None:
-        """Leaves gradients, and the model's buffers, as launching made them."""
+        """Compares a replay with the launched passes; leaves gradients and buffers as launching made them."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         changed = [*gradients, *self.model.buffers()]
         kept = [tensor.clone() for tensor in changed]
@@ -189,11 +189,11 @@ class RecordedPasses(DensePasses):
         for tensor, value in zip(changed, kept, strict=True):
             tensor.copy_(value)
         self._agrees = apart <= AGREE
-        if apart > AGREE:  # not of a loss that is no number
+        if apart > AGREE:  # false for NaN
             self._recording = None
             LOG.warning(
-                "the dense part is not replayed as CUDA graphs: of another batch than that of the recording, loss or "
-                "gradients were off by %.2g of themselves. Does the model draw numbers, or read values on the host?",
+                "the dense part is not replayed as CUDA graphs: on a batch other than the recorded one, loss or "
+                "gradients differ by %.2g of their norm. Does the model draw numbers, or read values on the host?",
                 apart,
             )
 
@@ -208,7 +208,7 @@ class _Bottom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[None, None, None]:
-        with torch.enable_grad():  # what is replayed may be computed anew
+        with torch.enable_grad():  # recomputation inside needs autograd
             ctx.passes.backward_bottom()
         return None, None, None
 
@@ -227,15 +227,15 @@ class _Top(torch.autograd.Function):
 
 
 class Recording:
-    """The four passes over batches like one; nothing is computed while it is made. loss, gradient: what `top` and
-    `backward_top` write. pooled: what `top` reads."""
+    """Recorded passes for batches of one layout; recording computes nothing. loss, gradient: written by `top` and
+    `backward_top`. pooled: read by `top`."""
 
     def __init__(self, passes: FourPasses, batch: Batch, width: int, record: Record) -> None:
         self.like = _layout(batch)
         own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in _read(batch).items()}
-        self._batch = replace(batch, values_N=batch.values_N[:0], weights_N=None, **own)  # its ids nobody reads
+        self._batch = replace(batch, values_N=batch.values_N[:0], weights_N=None, **own)  # the dense part reads no ids
         self.pooled = batch.dense_BF.new_empty(batch.padded_size, width)
-        gc.collect()  # memory that goes while there is a recording would be in it
+        gc.collect()  # memory freed during a recording would become part of it
         self.loss: Tensor
         self.gradient: Tensor
         _, self.bottom = record(lambda: passes.bottom(self._batch))
@@ -244,24 +244,24 @@ class Recording:
         _, self.backward_bottom = record(passes.backward_bottom)
 
     def take(self, batch: Batch) -> None:
-        """The batch that the next replays are of."""
+        """Copies a batch to the memory that the next replays read."""
         for name, tensor in _read(self._batch).items():
             tensor.copy_(getattr(batch, name))
 
 
 def _read(batch: Batch) -> dict[str, Tensor]:
-    """Tensors of a batch that the dense part reads."""
+    """Returns the tensors of a batch that the dense part reads."""
     read = {"dense_BF": batch.dense_BF, "labels_B": batch.labels_B, "loss_weights_B": batch.loss_weights_B}
     return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
 def _layout(batch: Batch) -> tuple[object, ...]:
-    """Layout that all batches of one recording share."""
+    """Returns the layout that all batches of a recording share."""
     return batch.size, batch.global_size, *((name, t.shape, t.dtype) for name, t in _read(batch).items())
 
 
 def _apart(these: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The largest difference, of the others' norms; NaN where those are no numbers."""
+    """Returns the largest difference relative to the others' norms; NaN if these are not finite."""
     norm = torch.linalg.vector_norm
     norms = torch.stack([torch.stack([norm(a - b), norm(b)]) for a, b in zip(these, others, strict=True)])
     apart_N, norm_N = norms.T

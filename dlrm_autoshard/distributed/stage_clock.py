@@ -1,7 +1,7 @@
-"""Where a step's time goes, marked inside the real step.
+"""Measures where a step's time goes, by marks inside real steps.
 
 clock.step(sampled=True), clock.stage("fwd_compute")      # contexts
-clock.begin("dense_fwd"), clock.end()          # a stage that ends elsewhere, at the latest where the next one starts
+clock.begin("dense_fwd"), clock.end()          # a stage that ends elsewhere, at the latest where the next starts
 clock.barrier("fwd_comms")                     # in sampled steps: waits for all ranks (fwd_comms_wait)
 clock.summary(), clock.step_ms                 # {"fwd_compute": StageTime(...), ...} and their sum
 """
@@ -27,17 +27,17 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class StageClock:
-    """Times stages of sampled steps; what lies between stages is `other`, so that all add up to the step.
+    """Times stages of sampled steps; time between stages is `other`, so that all add up to the step.
 
-    A computation lasts until its rank arrives at the barrier that closes it: the others wait for all of that. On a rank
-    whose core is shared most of what would be `other` is there, and balancing planned stages must see it.
+    A computation counts until its rank reaches the barrier behind it, because the others wait that long. On a shared
+    core most of what would be `other` happens there, and balancing must see it.
 
-    A collective's own duration includes waiting for the slowest rank; a barrier before it keeps the two apart. Marks
-    wait for nothing: they are read at the sampled step's end. Other steps have no barriers and no marks.
+    A collective's duration includes waiting for the slowest rank; a barrier in front separates the two. Marks do not
+    wait; they are read at the end of the sampled step. Other steps have no barriers and no marks.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, timer: Timer | None = None) -> None:
-        """group: of all ranks, for the barriers; it carries tensors of `device`. timer: default: of the device."""
+        """group: all ranks, for barriers; must carry tensors of `device`. timer: default the device's."""
         self.sampled = False
         self._device, self._group = device, group
         self._timer = timer or timer_of(device)
@@ -47,13 +47,13 @@ class StageClock:
         self._cpu_shares: list[float] = []
         self._marks: list[tuple[str, Any, Any]] = []
         self._pauses: list[tuple[Any, Any]] = []
-        self._open = contextlib.ExitStack()  # a stage that was begun
+        self._open = contextlib.ExitStack()  # the stage begun last
         self.spans: list[tuple[str, float, float]] = []
-        """(stage, start, end) of the last sampled step, in seconds from its begin: for traces."""
+        """(stage, start, end) in the last sampled step, in seconds from its begin; for traces."""
 
     @contextlib.contextmanager
     def step(self, *, sampled: bool) -> Iterator[None]:
-        """One step; one that raises is not recorded."""
+        """Times a step if sampled; a step that raises is not recorded."""
         if not sampled:
             yield
             return
@@ -69,7 +69,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves time that is not the step's out of it: an evaluation, or a pause in one. Its stages are not marked."""
+        """Leaves the block, such as an evaluation, out of the step; its stages are not marked."""
         sampled, self.sampled = self.sampled, False
         start = self._timer.mark()
         try:
@@ -83,7 +83,7 @@ class StageClock:
         return self._timed(name) if self.sampled else _UNTIMED
 
     def begin(self, name: str) -> None:
-        """The stage lasts until `end`, or until another one starts."""
+        """Starts a stage that lasts until `end` or the next stage."""
         if self.sampled:
             self._open.enter_context(self.stage(name))
 
@@ -91,12 +91,12 @@ class StageClock:
         self._open.close()
 
     def barrier(self, stage: str) -> None:
-        """Before the collective of `stage`; the time is waiting, not communication."""
+        """Waits for all ranks before the collective of `stage`, and counts that as waiting."""
         if self.sampled and not self._alone:
             with self.stage(f"{stage}_wait"):
                 if self._device.type == "cpu":
                     dist.barrier(group=self._group)
-                else:  # among the queued work, so that it waits for what the other devices still compute
+                else:  # queued, so that it waits for what the other devices still compute
                     dist.all_reduce(self._token, group=self._group)
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ class StageClock:
         self._cpu_shares.append(self._cpu / wall if wall > 0 else 1.0)
 
     def forget_last(self) -> None:
-        """The last step was no usual one: a profiler, say, was on."""
+        """Drops the last step, which was unusual: for example profiled."""
         del self._steps[-1:], self._cpu_shares[-1:]
 
     @property
@@ -133,7 +133,7 @@ class StageClock:
         return len(self._steps)
 
     def summary(self) -> dict[str, StageTime]:
-        """Summarises each stage that occurred; a step without it counts as one that spent no time there."""
+        """Summarizes each stage that occurred; steps without it count as zero."""
         stages = {stage: None for step in self._steps for stage in step}
         return {
             stage: StageTime.of(
@@ -143,43 +143,43 @@ class StageClock:
         }
 
     def timed_ms(self, names: Sequence[str]) -> list[list[float]]:
-        """Returns these stages of each sampled step, in ms."""
+        """Returns ms of these stages in each sampled step."""
         return [_ms(step, names) for step in self._steps]
 
     def last_ms(self, names: Sequence[str]) -> list[float]:
-        """The same of the last one."""
+        """Returns ms of these stages in the last sampled step."""
         return _ms(self._steps[-1], names)
 
     @property
     def last_step_ms(self) -> float:
-        """The whole of the last sampled step."""
+        """Milliseconds of the last sampled step."""
         return 1e3 * sum(self._steps[-1].values())
 
     @property
     def step_ms(self) -> float:
-        """Mean of the typical steps."""
+        """Mean ms of the typical steps."""
         return 1e3 * statistics.fmean(sum(step.values()) for step in self._typical) if self._steps else 0.0
 
     @property
     def _typical(self) -> list[dict[str, float]]:
-        """The middle half of the steps by their whole time."""
+        """The middle half of the steps by total time."""
         ordered = sorted(self._steps, key=lambda step: sum(step.values()))
         cut = len(ordered) // 4
         return ordered[cut : len(ordered) - cut]
 
     @property
     def cpu_shares(self) -> list[float]:
-        """Returns for each sampled step the CPU time of the process, its data thread included, over wall time of the
-        stages that compute; at most 1. Less means that something else had the rank's core. [] on a GPU."""
+        """CPU time of the process, including its data thread, over wall time of compute stages, per sampled step; at
+        most 1. Below 1 other work had the rank's core. [] on a GPU."""
         return [min(1.0, share) for share in self._cpu_shares] if self._device.type == "cpu" else []
 
     @property
     def cpu_share(self) -> float | None:
-        """Their median."""
+        """Median of `cpu_shares`."""
         return statistics.median(self.cpu_shares) if self.cpu_shares else None
 
     def reset(self, keep: int = 0) -> None:
-        """keep: the last so many sampled steps stay."""
+        """Drops the sampled steps but the last `keep`."""
         for values in (self._steps, self._cpu_shares):
             del values[: max(0, len(values) - keep)]
 

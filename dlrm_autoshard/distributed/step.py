@@ -1,9 +1,8 @@
-"""One training step, as any PyTorch loop has it, and the forward half of one.
+"""One training step, as in any PyTorch loop, and prediction.
 
-With `overlap`, whatever travels is started early and waited for late: the bottom MLP runs while vectors travel, its
-backward while gradients travel, the dense all-reduce behind the fused table update, a following batch's ids behind
-all of it. Results are bit-equal without: what travels does not depend on what is computed meanwhile.
-Sampled steps wait at once after each start, so that each stage's time is its own.
+With `overlap` exchanges start early and are waited for late: vectors travel while the bottom MLP runs, gradients during
+its backward, the dense all-reduce behind the fused table update, the next batch's ids behind all of it. Results are
+bit-equal without it. Sampled steps wait right after each start, so that stages do not overlap.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from dlrm_autoshard.model.jagged import Sequences
 
 
 class NotFinite(Exception):
-    """A loss that is NaN or infinite, found before anything was updated by its batch."""
+    """The loss is NaN or infinite; nothing was updated by its batch."""
 
 
 class DensePasses:
-    """A model's two halves, and autograd behind them: the bottom while vectors travel, the top with them."""
+    """A model's two halves with autograd: the bottom runs while vectors travel, the top after they arrive."""
 
     place: Tensor | None = None
-    """Where the pooled vectors of the batch, whose bottom pass has been, are to be put; None: anywhere."""
+    """Where to put the pooled vectors of the batch whose bottom has run; None: anywhere."""
 
     def __init__(self, model: DenseArch, *, autocast: bool = False) -> None:
-        """autocast: products of bf16."""
+        """autocast: bf16 matrix products."""
         self.model, self._bf16 = model, autocast
 
     def bottom(self, batch: Batch) -> Tensor:
@@ -40,7 +39,7 @@ class DensePasses:
             return self.model.bottom(batch.real_rows(batch.dense_BF))
 
     def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
-        """Returns this rank's share of the loss. pooled: with the model's margin, and written to."""
+        """Returns this rank's share of the loss. pooled: with the model's margin; is written to."""
         with self._autocast(batch):
             return share_of_loss(self.model.logits(bottom, batch.real_rows(pooled), sequences), batch)
 
@@ -48,14 +47,14 @@ class DensePasses:
         dense.backward(loss)
 
     def give_up(self) -> None:
-        """No backward pass follows this batch's forward ones."""
+        """Frees a batch whose backward passes will not run."""
 
     def _autocast(self, batch: Batch) -> torch.autocast:
         return torch.autocast(batch.dense_BF.device.type, torch.bfloat16, enabled=self._bf16)
 
 
 class TrainStep:
-    """Trains a model on one batch after the other: `for _, ids in bags.ahead(batches, lambda batch: batch)`."""
+    """Trains a model batch by batch: `for _, ids in bags.ahead(batches, lambda batch: batch)`."""
 
     def __init__(
         self,
@@ -66,40 +65,41 @@ class TrainStep:
         passes: DensePasses | None = None,
         all_finite: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        """dense: of losses that are summed, as those of `bags` are. passes: over the model; None: in full precision.
-        all_finite: asked with each local loss, before any update; all ranks must agree. None: not asked."""
+        """dense: must sum losses, as `bags` does. passes: over the model; default full precision. all_finite: called
+        with each local loss before any update; all ranks must agree. None: no check."""
         self.model, self.dense, self.bags, self._all_finite = model, dense, bags, all_finite
         dense.clock, dense.overlap = bags.clock, bags.overlap
         self.passes = passes or DensePasses(model)
 
     @property
     def last_loss_finite(self) -> bool:
-        """Whether this rank's share of the last step's loss is."""
+        """Whether this rank's share of the last loss is finite."""
         return bool(torch.isfinite(self._loss))
 
     def run(self, ids: SentIds, lr_scale: float, table_lr: float, *, sampled: bool = False) -> None:
-        """One step on the batch of these ids. NotFinite where its loss is not, on all ranks alike."""
+        """Trains on the batch of these ids. Raises NotFinite, on all ranks, if the loss is not."""
         bags, dense, passes, batch = self.bags, self.dense, self.passes, ids.batch
         with bags.clock.step(sampled=sampled):
             bags.table_lr = table_lr
             kept = None if self._all_finite is None else dense.kept_buffers()
-            lookup = bags.look_up(ids)  # whose vectors travel while the bottom runs
+            lookup = bags.look_up(ids)  # vectors travel while the bottom runs
             bottom = passes.bottom(batch)
             loss = passes.top(bottom, lookup.wait(self.model.margin, passes.place), batch, lookup.sequences)
             self._loss = loss.detach()
             bags.clock.end()
             if self._all_finite is not None and kept is not None and not self._all_finite(self._loss):
                 passes.give_up()
-                dense.restore_buffers(kept)  # of BatchNorm, say, which has seen the batch
+                dense.restore_buffers(kept)  # such as BatchNorm's, which have seen the batch
                 lookup.cancel()
                 raise NotFinite
-            passes.backward(loss, dense)  # updates the tables, too
+            passes.backward(loss, dense)  # also updates the tables
             dense.step(lr_scale)
 
 
 @torch.no_grad()
 def predict(model: DenseArch, bags: EmbeddingBags, batch: Batch, *, autocast: bool) -> Tensor:
-    """Logits of the batch's real samples: [size], or [size, L]. A collective: every rank calls it for every batch."""
+    """Returns logits of the batch's real samples: [size], or [size, L]. A collective: all ranks call it for every
+    batch."""
     lookup = bags.look_up(batch)
     with torch.autocast(bags.device.type, torch.bfloat16, enabled=autocast):
         bottom = model.bottom(lookup.batch.dense_BF)
@@ -108,12 +108,12 @@ def predict(model: DenseArch, bags: EmbeddingBags, batch: Batch, *, autocast: bo
 
 
 def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
-    """This rank's share of the global mean loss, of which a sample's is the weighted sum over its tasks: summed over
-    ranks it is the mean over the global batch."""
+    """Returns this rank's share of the global mean loss (a sample's loss is the weighted sum over tasks); the ranks'
+    sum is the mean over the global batch."""
     if logits_B.shape not in (batch.labels_B.shape, batch.real_rows(batch.labels_B).shape):
         raise UserError(
-            f"the model gives logits of shape {list(logits_B.shape)} for labels of shape {list(batch.labels_B.shape)}: "
-            "one is needed for each label. A data source with several names them, as `label_names`."
+            f"the model returns logits of shape {list(logits_B.shape)} for labels of shape "
+            f"{list(batch.labels_B.shape)}: each label needs one. A source names several labels in `label_names`."
         )
     real = slice(0, batch.size)
     weights = None if batch.loss_weights_B is None else batch.loss_weights_B[real]

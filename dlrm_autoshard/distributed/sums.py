@@ -1,4 +1,4 @@
-"""Sums over ranks, started early and waited for late: through shared memory where there is some, once over each link.
+"""Sums over ranks that start early and are waited for late: through shared memory, and once over each network link.
 
 start = sums_over(group, device, shared_memory=True)       # collective
 start(gradient).wait()                       # in place
@@ -21,7 +21,7 @@ Sum = Callable[[Tensor], Pending]
 
 
 def sums_over(group: dist.ProcessGroup, device: torch.device, *, shared_memory: bool) -> Sum:
-    """Returns what sums over the group's ranks, the same on all of them, to the bit."""
+    """Returns a function that sums over the group's ranks, with bit-equal results on all."""
     if dist.get_world_size(group) == 1 or not shared_memory or device.type != "cpu":
         return sums_by(group, None)
     link = connect(group)
@@ -29,29 +29,30 @@ def sums_over(group: dist.ProcessGroup, device: torch.device, *, shared_memory: 
 
 
 def sums_by(group: dist.ProcessGroup, link: SharedMemory | None) -> Sum:
-    """Returns what sums through shared memory where there is a link, which nothing else sums by, else by the group."""
+    """Sums through shared memory if there is a link (used for nothing else), else by the group."""
     if link is not None:
         return lambda values: Pending(link.all_reduce(values), values)
     return in_one_ring(group) if dist.get_world_size(group) > 1 else lambda values: Pending(None, values)
 
 
 def in_one_ring(group: dist.ProcessGroup) -> Sum:
-    """Returns the group's own sum, through all ranks in turn."""
+    """Sums by the group's own all-reduce."""
     return lambda values: Pending(dist.all_reduce(values, group=group, async_op=True).wait, values)
 
 
 class SumsByHost:
-    """Each rank adds up its slice of what the ranks of its host have, then that over hosts with those ranks that have
-    the same slice there. Over a host's link travels 2 (H - 1) / H of the values with H hosts, in place of 2 (W - 1) / W
-    with W ranks in one ring, and in fewer turns."""
+    """Sums within each host by slices, then each slice over hosts.
+
+    With H hosts 2 (H - 1) / H of the values travel over a host's link, instead of 2 (W - 1) / W in one ring of W ranks,
+    and in fewer rounds."""
 
     def __init__(self, link: SharedMemory, across: dist.ProcessGroup) -> None:
         self._link, self._over_hosts = link, in_one_ring(across)
-        self._thread = ThreadPoolExecutor(1, "sums")  # beside the step, as gloo's are
+        self._thread = ThreadPoolExecutor(1, "sums")  # runs beside the step, like gloo's threads
 
     @staticmethod
     def where_possible(group: dist.ProcessGroup) -> SumsByHost | None:
-        """Collective. None where hosts have one rank each, or some more than others."""
+        """Returns None if hosts have a single rank each or different numbers. Collective."""
         hosts: list[str] = [""] * dist.get_world_size(group)
         dist.all_gather_object(hosts, host_id(), group=group)
         by_host = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]

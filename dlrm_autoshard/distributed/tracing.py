@@ -1,4 +1,4 @@
-"""A torch.profiler trace of one step, with the clock's stages as spans beside the kernels.
+"""Writes a torch.profiler trace of one step, with the clock's stages as spans beside the kernels.
 
 Open the file in chrome://tracing or Perfetto.
 """
@@ -21,8 +21,7 @@ _STEP = "dlrm_step"
 
 @contextlib.contextmanager
 def traced(path: Path, clock: StageClock) -> Iterator[None]:
-    """Runs the body (one sampled step) under the profiler and writes the trace to `path`. A trace that cannot be
-    written is lost, with a warning."""
+    """Runs the block (one sampled step) under the profiler and writes the trace to `path`; warns if it cannot."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -30,7 +29,7 @@ def traced(path: Path, clock: StageClock) -> Iterator[None]:
         yield
     try:
         _write(path, profiler, clock)
-    except (OSError, RuntimeError, ValueError, StopIteration) as error:  # a full disk, by a file that is cut short
+    except (OSError, RuntimeError, ValueError, StopIteration) as error:  # a full disk may also truncate the trace
         LOG.warning("a trace is lost: '%s' cannot be written: %s", path, error)
 
 

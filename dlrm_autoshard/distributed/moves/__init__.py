@@ -1,1 +1,1 @@
-"""Tables that change owners while a job runs: agreed on, sent in chunks, adopted."""
+"""Moves tables to other ranks while a job runs: agree, transfer in chunks, adopt."""

@@ -1,8 +1,8 @@
-"""A move's first step: every rank votes for this very plan and says what memory it needs and has. All go on, or none.
+"""First step of a move: every rank votes for the plan and reports the memory it needs and has; all proceed, or none.
 
-    by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)     # ReshardRefused on every rank, or on none
+    by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)     # ReshardRefused on all ranks, or on none
 
-Nothing has moved yet, so a refusal costs nothing: training goes on under the old plan.
+Nothing has moved yet, so after a refusal training goes on under the old plan.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dlrm_autoshard.plan import ShardingPlan
 
 
 class ReshardRefused(UserError):
-    """Some rank has no memory for its new tables. Nothing has moved; the old plan is as live as before."""
+    """A rank lacks memory for its new tables. Nothing has moved; the old plan is still live."""
 
 
 Demand = tuple[str, int, int]
-"""(place, bytes needed there beyond what is held, bytes free there)."""
+"""(place, bytes needed there beyond those held, bytes free there)."""
 
 
 @dataclass(frozen=True)
 class _Vote:
-    """rank's readiness, and what it needs if tables go straight to their new place, or by the host. problem: why it
-    cannot, whatever memory there is."""
+    """A rank's vote. direct, by_host: its demands if tables go straight to their new place, or through host memory.
+    problem: why it cannot move, whatever the memory."""
 
     rank: int
     plans: tuple[str, str]
@@ -50,8 +50,8 @@ def agree(
     chunk_bytes: int,
     free_bytes: int | None,
 ) -> bool:
-    """Raises the same error on every rank, or on none. True: departing tables must leave the device before anything
-    arrives, for some rank's device cannot hold both."""
+    """Raises the same error on every rank, or on none. Returns True if departing tables must leave the device before
+    others arrive, because some device cannot hold both."""
     held, wanted = (set(plan.tables_on(embeddings.rank)) for plan in (embeddings.plan, new_plan))
     plans = (embeddings.plan.fingerprint, new_plan.fingerprint)
     try:
@@ -70,16 +70,16 @@ def agree(
 
 
 def _counted(embeddings: ShardedEmbeddings, vote: _Vote, group: dist.ProcessGroup) -> bool:
-    """As `agree`, of all ranks' votes."""
+    """Decides by all ranks' votes, as `agree` describes."""
     votes: list[_Vote | None] = [None] * embeddings.world_size
     try:
         dist.all_gather_object(votes, vote, group=group)
     except RuntimeError as error:
-        raise ReshardError(f"a rank went away before the move: {error}") from error
+        raise ReshardError(f"a rank was lost before the move: {error}") from error
     voted = [vote for vote in votes if vote is not None]
     if len({vote.plans for vote in voted}) > 1:
         said = ", ".join(f"rank {vote.rank}: {vote.plans[0]} to {vote.plans[1]}" for vote in voted)
-        raise ReshardError(f"the ranks were told to make different moves ({said}). Broadcast one plan to all of them.")
+        raise ReshardError(f"the ranks were given different moves ({said}). Broadcast one plan to all of them.")
     problem = next((vote.problem for vote in voted if vote.problem), None)
     if problem is not None:
         raise ReshardRefused(problem)
@@ -94,7 +94,7 @@ def _counted(embeddings: ShardedEmbeddings, vote: _Vote, group: dist.ProcessGrou
 
 
 def _lacking(demands_of_rank: Mapping[int, Sequence[Demand]]) -> str | None:
-    """Which rank needs how much more than there is, if any does."""
+    """Returns which rank needs how much more than is free; None if all fits."""
     needs: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for rank, demands in demands_of_rank.items():
         for place, need, free in demands:
@@ -114,17 +114,17 @@ def _lacking(demands_of_rank: Mapping[int, Sequence[Demand]]) -> str | None:
 def _demands(
     embeddings: ShardedEmbeddings, new_plan: ShardingPlan, chunk_bytes: int, free_bytes: int | None, *, by_host: bool
 ) -> Iterable[Demand]:
-    """The most memory that this rank's part of the move takes at once, place by place; nothing where it has no part."""
+    """Yields the most memory that this rank's part of the move takes at once, by place; nothing if it has no part."""
     rank, storage, on_cpu = embeddings.rank, embeddings.storage, embeddings.device.type == "cpu"
     held, wanted = set(embeddings.plan.tables_on(rank)), set(new_plan.tables_on(rank))
     if held == wanted:
         return
     come, go = storage.bytes_of(wanted - held), storage.bytes_of(held - wanted)
-    if by_host:  # what departs lies in host memory until it is sent; what arrives takes its place
+    if by_host:  # departing tables wait in host memory until they are sent; arriving ones take their place
         need = {"device": max(0, come["device"] - go["device"]), "host": go["device"]}
     elif storage.in_pieces:
         need = {"device": 0, "host": max(0, come["host"] - go["host"])}
-    else:  # a departing table keeps its memory until all of it has arrived elsewhere
+    else:  # a departing table keeps its memory until it has arrived elsewhere
         need = dict(come)
     need["device"] += max(0, storage.cache_bytes(wanted) - storage.cache_bytes(held))
     if free_bytes is None:

@@ -1,4 +1,4 @@
-"""Interface of tables on ranks, for profiling and resharding, whoever looks them up: our lookup, or TorchRec's."""
+"""Interfaces of tables on ranks for profiling and resharding, with our lookup or TorchRec's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlacedTables(Protocol):
     def tables(self) -> tuple[TableConfig, ...]: ...
     @property
     def replicated(self) -> tuple[TableConfig, ...]:
-        """Tables of which every rank has a copy, and that no plan places."""
+        """Tables copied to every rank, outside the plan."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class PlacedTables(Protocol):
 
     @property
     def local_lookups(self) -> tuple[TableConfig, ...]:
-        """The shard that each lookup is of, in the order in which they are observed: one a feature."""
+        """The shard of each lookup in the order of observation: one per feature."""
         ...
 
     @property
@@ -45,23 +45,23 @@ class PlacedTables(Protocol):
 
 
 class ArrivedIds(Protocol):
-    """Ids that reached this rank in a step: those of its lookups, in the order of `local_lookups`."""
+    """Ids that reached this rank in a step, in the order of `local_lookups`."""
 
     @property
     def values_N(self) -> Tensor: ...
     @property
     def offsets(self) -> Tensor:
-        """[T_local * W * B + 1]"""
+        """Bag offsets [T_local * W * B + 1]."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """B, of one rank."""
+        """B, per rank."""
         ...
 
 
 class MovableBags(Protocol):
-    """A lookup of such tables that can be timed, listened to, and moved from plan to plan between steps."""
+    """A lookup of such tables that can be timed, observed, and moved to another plan between steps."""
 
     @property
     def sharded(self) -> PlacedTables: ...
@@ -79,13 +79,13 @@ class MovableBags(Protocol):
     def exchange_dtype(self) -> ExchangeDtypes: ...
     @property
     def shared_memory(self) -> bool:
-        """Whether vectors travel through it between ranks of one host, not by the process group."""
+        """Whether vectors travel through shared memory within a host, instead of the process group."""
         ...
 
     def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
-        """`listener(ids, B)` hears of each training lookup."""
+        """Calls `listener(ids, B)` at each training lookup."""
         ...
 
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
-        """Collective. ReshardRefused, on every rank, where the old plan is still the live one."""
+        """Moves tables. Collective. ReshardRefused, on every rank: the old plan is still live."""
         ...

@@ -1,8 +1,8 @@
-"""Moves shards between ranks, and splits and merges them, in mid-training, without changing a bit of the model.
+"""Moves, splits and merges shards during training, without changing a bit of the model.
 
     stats = reshard(embeddings, new_plan, group=runtime.control)         # on every rank, with the same plan
 
-Three steps (agree, transfer, adopt), each on all ranks or on none: nobody ever trains on half-moved tables.
+Three steps (agree, transfer, adopt), each on all ranks or on none: no rank ever trains on half-moved tables.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Sums = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Shards that went from rank to rank, and the seconds that it took (agreement, transfer, adoption)."""
+    """Shards that moved between ranks, and seconds for agreement, transfer and adoption."""
 
     moves: tuple[MoveRecord, ...]
     seconds: float
 
     @property
     def bytes(self) -> int:
-        """Over all ranks."""
+        """Bytes moved over all ranks."""
         return sum(move["bytes"] for move in self.moves)
 
 
@@ -61,18 +61,16 @@ def reshard(
 ) -> ReshardStats:
     """Moves the shards on which `new_plan` differs and makes it the live plan. Call it between steps, on every rank.
 
-    group: gloo, of all ranks. free_bytes: memory this rank may use beyond what it holds, on its device where that is
-    not the CPU (default: what the system says). checksums: of every tensor that moves, taken at its source before and
-    at its destination after.
+    group: gloo, all ranks. free_bytes: memory that this rank may use beyond what it holds, on its device if that is not
+    the CPU (default: what the system reports). checksums: compare every moved tensor at its source and its destination.
 
-    1. *Agree* (agree.py): every rank votes for this very plan and says what memory it needs and has. If one
-       lacks it: `ReshardRefused` everywhere, before a byte has moved, and training goes on under the old plan.
-    2. *Transfer* (transfer.py): weights and optimizer state as raw bytes, in chunks, straight from where they
-       live to where they will.
-    3. *Adopt*: once every rank has said that it has all it was sent, the new plan becomes the live one.
+    1. *Agree* (agree.py): every rank votes for the plan and reports the memory it needs and has. If any lacks memory,
+       `ReshardRefused` is raised everywhere before anything moves, and training goes on under the old plan.
+    2. *Transfer* (transfer.py): weights and optimizer state travel as raw bytes, in chunks, straight to their new
+    place. 3. *Adopt*: once every rank has everything it was sent, the new plan becomes the live one.
 
-    Whatever fails after 1, on any rank, raises ReshardError on every rank. Rows may be lost then, so these embeddings
-    refuse all use: the next job starts from the last checkpoint.
+    A failure after 1 on any rank raises ReshardError on every rank. Rows may be lost, so these embeddings refuse
+    further use: the next job starts from the last checkpoint.
     """
     started, rank = time.perf_counter(), embeddings.rank
     new_plan = on_all(group, lambda: _checked(embeddings, new_plan))
@@ -94,14 +92,14 @@ def reshard(
         _check_sums(_together(group, "tables travelled", travel))
         _together(group, "the new plan was adopted", lambda: embeddings.adopt(new_plan))
     except BaseException as error:
-        why = f"tables were lost when a move broke off: start anew from the last checkpoint. {error}"
+        why = f"tables were lost when a move broke off: start again from the last checkpoint. {error}"
         embeddings.storage = Lost(why)  # type: ignore[assignment]
         raise
     return ReshardStats(records_of(moves, storage), time.perf_counter() - started)
 
 
 def _checked(embeddings: ShardedEmbeddings, plan: ShardingPlan) -> ShardingPlan:
-    """Returns it in the tables' order; PlanError where these tables cannot move to it."""
+    """Returns the plan in the tables' order; PlanError if these tables cannot move to it."""
     if plan.world_size != embeddings.world_size:
         raise PlanError(f"the plan is for {plan.world_size} ranks, this job has {embeddings.world_size}.")
     embeddings.check(plan)
@@ -109,29 +107,29 @@ def _checked(embeddings: ShardedEmbeddings, plan: ShardingPlan) -> ShardingPlan:
 
 
 def _check_sums(said: Sequence[tuple[Sums, Sums]]) -> None:
-    """ReshardError where a tensor is another at its destination than it was at its source."""
+    """Raises ReshardError if a tensor's checksum changed on its way."""
     sent = {key: value for before, _ in said for key, value in before.items()}
     arrived = {key: value for _, after in said for key, value in after.items()}
     damaged = sorted(f"'{table}' ({tensor})" for table, tensor in sent if sent[table, tensor] != arrived[table, tensor])
     if damaged:
-        raise ReshardError(f"tables arrived other than they left: {', '.join(damaged)}. This job ends; resume it.")
+        raise ReshardError(f"tables changed on their way: {', '.join(damaged)}. This job ends; resume it.")
 
 
 def _together(group: dist.ProcessGroup, doing: str, attempt: Callable[[], T]) -> list[T]:
-    """Returns what `attempt` returns on each rank. ReshardError on every rank where it fails on any."""
+    """Returns each rank's result of `attempt`. ReshardError on every rank if it fails on any."""
     value: T | None = None
     failure: Exception | None = None
     try:
         value = attempt()
     except ReshardError:
-        raise  # of an exchange: the others have noticed, and there is none to tell them by
+        raise  # an exchange failed: the others have noticed, and messages no longer get through
     except Exception as error:
         failure = error
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(everyone, (value, None if failure is None else in_words(failure)), group=group)
     except RuntimeError as error:
-        raise ReshardError(f"a rank went away while {doing}, so this job ends; resume it. {error}") from error
+        raise ReshardError(f"a rank was lost while {doing}, so this job ends; resume it. {error}") from error
     for rank, (_, problem) in enumerate(everyone):
         if problem is not None:
             raise ReshardError(f"rank {rank} failed while {doing}, so this job ends; resume it. {problem}") from failure

@@ -1,4 +1,4 @@
-"""A move's second step: weights and optimizer state travel as raw bytes, in chunks, straight to where they will live.
+"""Second step of a move: weights and optimizer state travel as raw bytes, in chunks, straight to their new place.
 
 transfer(embeddings, in_common_order(moves, row_sizes(embeddings.storage, moves), chunk_bytes), group)
 """
@@ -24,14 +24,14 @@ from dlrm_autoshard.tables import Shard, TableConfig
 
 PAGE = 4096
 IN_FLIGHT = 4
-"""Chunks that a rank sends or receives at a time."""
+"""Chunks that a rank sends or receives at once."""
 
 RowSizes = Mapping[str, Mapping[str, tuple[int, int]]]
-"""(rows, bytes a row) of each tensor of what moves."""
+"""(rows, bytes per row) of each tensor of each moving shard."""
 
 
 class Storage(Protocol):
-    """Where shards lie that leave, and where those that arrive will: all are asked for by name."""
+    """Memory of departing and arriving shards, by name."""
 
     def table(self, name: str) -> TableConfig: ...
     def shape(self, name: str, tensor: str) -> tuple[int, ...]: ...
@@ -41,7 +41,7 @@ class Storage(Protocol):
 
 
 class Embeddings(Protocol):
-    """Whose shards travel."""
+    """Tables whose shards move."""
 
     @property
     def rank(self) -> int: ...
@@ -52,12 +52,12 @@ class Embeddings(Protocol):
 
 
 class ReshardError(UserError):
-    """A move that failed half-way: this process must end, and the job starts again from its last checkpoint."""
+    """A move failed half-way: this process must end, and the job starts again from its last checkpoint."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [start, stop) of one tensor of what moves, counted from its first."""
+    """Rows [start, stop) of one tensor of a move, counted from the move's first row."""
 
     move: Move
     tensor: str
@@ -66,20 +66,22 @@ class Chunk:
 
 
 def row_sizes(storage: Storage, moves: Sequence[Move]) -> RowSizes:
-    """Bytes of a row of each table that moves."""
+    """Returns bytes per row of each moving shard's tensors."""
     return {move.table: storage.row_bytes(move.table) for move in moves}
 
 
 def records_of(moves: Sequence[Move], storage: Storage) -> tuple[MoveRecord, ...]:
-    """Returns the moves with the bytes that each of them carries."""
+    """Returns the moves with the bytes that each carries."""
     sizes = row_sizes(storage, moves)
     return tuple(move.record(sum(rows * row for rows, row in sizes[move.table].values())) for move in moves)
 
 
 def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) -> list[Chunk]:
-    """All chunks of all moves, the same list on every rank: by how far each route (ranks that send, ranks that
-    receive) has come. A table that is split anew travels row by row, all its columns at once, so that the old shards'
-    memory goes as the new ones' comes; so does each range of rows beside the others."""
+    """Returns all chunks of all moves in an order that is equal on every rank: routes (sending ranks, receiving ranks)
+    advance at the same relative pace.
+
+    A re-split table travels row by row with all columns, so that the old shards' memory is freed as the new ones'
+    fills; row ranges travel side by side."""
     together: dict[Move | str, list[Move]] = defaultdict(list)
     for move in moves:
         whole = move.leaves is None and move.arrives is None
@@ -103,7 +105,7 @@ def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) ->
 
 
 def _by_rows(moves: Sequence[Move]) -> list[tuple[list[Move], tuple[int, int] | None]]:
-    """Returns each range of rows that the same moves carry, with these; None: all rows."""
+    """Groups moves by the row ranges that they carry; None: all rows."""
     if all(move.shard.rows is None for move in moves):
         return [(list(moves), None)]
     ends = sorted({end for move in moves for end in move.shard.rows or ()})
@@ -116,17 +118,16 @@ def _by_rows(moves: Sequence[Move]) -> list[tuple[list[Move], tuple[int, int] | 
 
 
 def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
-    """group: nccl, which carries chunks from device memory to device memory, or gloo, which carries host memory.
+    """Sends and receives this rank's chunks. group: nccl, between device memories, or gloo, between host memories.
 
-    Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that
-    concern it, a few at a time, so the first unfinished chunk is always under way at both of its ends.
+    It cannot deadlock: chunks are in one order on every rank, and each rank works through its own a few at a time, so
+    the first unfinished chunk is always under way at both ends.
 
-    A rank on which something fails (no memory, say) goes on sending and receiving, whatever bytes, so that none waits
-    for it in vain, and raises at the end; ReshardError, at once, where the exchange itself fails.
+    If something fails on a rank (such as memory), it goes on sending and receiving arbitrary bytes, so that none waits
+    in vain, and raises at the end. If the exchange itself fails, ReshardError is raised at once.
 
-    Why it needs little memory on CPU: that order lets every route progress at the same rate, and a sender gives
-    back the pages of a chunk as soon as it is sent. A rank holds at most the larger of its two layouts and a few
-    chunks.
+    It needs little memory on CPU: all routes progress at the same rate, and a sender frees a chunk's pages once sent. A
+    rank holds at most the larger of its two layouts and a few chunks.
     """
     rank = embeddings.rank
     views, sent = _Views(embeddings.storage), Sent(embeddings.storage, chunks)
@@ -137,7 +138,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
     failures: list[Exception] = []
 
     def tried(step: Callable[[], Tensor | None]) -> Tensor | None:
-        """None once something has failed."""
+        """Runs a step; returns None once anything has failed."""
         try:
             return None if failures else step()
         except Exception as error:
@@ -145,7 +146,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
             return None
 
     def left(chunk: Chunk) -> Tensor:
-        return views.leaving(chunk).contiguous().to(carrier)  # no copy where it is so already
+        return views.leaving(chunk).contiguous().to(carrier)  # copies only if needed
 
     def finish_oldest() -> None:
         work, chunk, carried = under_way.popleft()
@@ -153,7 +154,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
         tried(lambda: sent.mark(chunk) if chunk.move.source == rank else views.put(chunk, carried))
 
     try:
-        # The tag is the chunk's number in the common order: equal at both ends by construction.
+        # The tag is the chunk's index in the common order, which is equal at both ends.
         for tag, chunk in enumerate(chunks):
             move = chunk.move
             if rank not in (move.source, move.destination):
@@ -176,7 +177,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
         while under_way:
             finish_oldest()
         if embeddings.device.type == "cuda":
-            torch.cuda.synchronize(embeddings.device)  # "it has arrived" must be true when it is said
+            torch.cuda.synchronize(embeddings.device)  # nothing has arrived before this
     except RuntimeError as error:
         raise ReshardError(f"a move broke off half-way, so this job ends; resume it. {error}") from error
     if failures:
@@ -184,13 +185,13 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
 
 
 def _size(storage: Storage, chunk: Chunk) -> int:
-    """In bytes."""
+    """Returns the chunk's bytes."""
     _, row = storage.row_bytes(chunk.move.table)[chunk.tensor]
     return (chunk.stop - chunk.start) * row
 
 
 class _Views:
-    """Rows and columns of the shards that this rank sends or receives; each shard looked up once."""
+    """Views of the rows and columns that this rank sends or receives; finds each shard's tensors once."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -203,7 +204,7 @@ class _Views:
         return self._part(chunk.move.arrives or chunk.move.table, chunk)
 
     def place_for(self, chunk: Chunk, carrier: torch.device) -> Tensor:
-        """Where the chunk can be received: its own place, if it lies there in one piece."""
+        """Returns memory to receive the chunk: its own place if contiguous there, else a buffer."""
         part = self.arriving(chunk)
         if self.travels_unchanged(chunk) and part.is_contiguous() and part.device == carrier:
             return part
@@ -220,8 +221,8 @@ class _Views:
         return self._share(chunk) == 1.0
 
     def _share(self, chunk: Chunk) -> float:
-        """Merges state that is kept a row, not an element, and belonged to some of the new shard's columns: the new
-        one's is the parts' mean, by columns, which is what the whole row's would have been."""
+        """Returns the weight of an arriving part in row-wise state, which is the mean of the merged shards' by columns,
+        as one sum over the whole row would be; 1 for elementwise state."""
         if len(self._storage.shape(chunk.move.table, chunk.tensor)) > 1:
             return 1.0
         moved, whole = (
@@ -239,15 +240,15 @@ class _Views:
 
 
 class Sent:
-    """Tracks what of each departing shard has gone: its rows' memory goes when all of their columns have."""
+    """Frees departing shards' memory: a range of rows once all of its columns have been sent."""
 
     def __init__(self, storage: Storage, chunks: Sequence[Chunk]) -> None:
         self._storage = storage
         self._open = Counter(map(self._rows, chunks))
-        self._gone: dict[tuple[str, str], int] = defaultdict(int)  # all rows before this one
+        self._gone: dict[tuple[str, str], int] = defaultdict(int)  # all rows before this one are sent
         self._further: dict[tuple[str, str], dict[int, int]] = defaultdict(
             dict
-        )  # other rows that have gone: stop by start
+        )  # later rows that are sent: start -> stop
 
     def mark(self, chunk: Chunk) -> None:
         rows = self._rows(chunk)
@@ -256,7 +257,7 @@ class Sent:
             shard, tensor, start, stop = rows
             _, row = self._storage.row_bytes(shard)[tensor]
             key, further = (shard, tensor), self._further[shard, tensor]
-            # A page that these rows share with ones before them goes only where all of those have gone.
+            # A page shared with earlier rows is freed only once all of those are sent.
             first = start * row if start == self._gone[key] else -(-start * row // PAGE) * PAGE
             further[start] = stop
             while self._gone[key] in further:
@@ -265,7 +266,7 @@ class Sent:
 
     @staticmethod
     def _rows(chunk: Chunk) -> tuple[str, str, int, int]:
-        """Name of the shard that they leave, of the tensor, and its rows [start, stop)."""
+        """Returns the shard that the rows leave, the tensor, and its rows [start, stop)."""
         leaves = chunk.move.leaves or chunk.move.table
         first = chunk.move.shard.within(Shard.parse(leaves))[0].start or 0
         return leaves, chunk.tensor, first + chunk.start, first + chunk.stop
@@ -276,7 +277,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def checksums_of(embeddings: Embeddings, moves: Sequence[Move], at: str) -> dict[tuple[str, str], int]:
-    """CRC-32 of every tensor of what moves and has its `at` (source or destination) here."""
+    """Returns the CRC-32 of every moving tensor whose `at` (source or destination) is this rank."""
     views, sums = _Views(embeddings.storage), {}
     for move in moves:
         for tensor, (rows, _) in embeddings.storage.row_bytes(move.table).items():

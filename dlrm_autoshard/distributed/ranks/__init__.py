@@ -1,1 +1,1 @@
-"""Processes: how they start, form process groups, say that they live, and which cores are theirs."""
+"""Processes: how they start, form groups, show that they live, and which cores they use."""

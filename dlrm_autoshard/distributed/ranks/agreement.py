@@ -1,6 +1,6 @@
-"""Compares what all ranks must be given alike, before anything rests on it; differences are said in a sentence.
+"""Compares arguments that must be equal on all ranks, before anything depends on them.
 
-agree(runtime, {"table 0": "'item', 60 rows", "the optimizer's lr": 0.02})     # DisagreementError on all ranks, or none
+agree(runtime, {"table 0": "'item', 60 rows", "the optimizer's lr": 0.02})     # DisagreementError on all ranks or none
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class DisagreementError(UserError):
-    """Ranks that do not train the same thing, or not in the same place."""
+    """Ranks do not train the same model, or not in the same place."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first fact that some ranks state otherwise than rank 0. value, first: theirs and rank 0's; None: none."""
+    """The first fact on which ranks differ from rank 0. value, first: theirs and rank 0's; None: missing."""
 
     fact: str
     ranks: tuple[int, ...]
@@ -29,18 +29,18 @@ class Difference:
 
 
 def agree(runtime: Runtime, facts: Mapping[str, object]) -> None:
-    """DisagreementError on every rank, with the fact and the ranks, where they state it differently. Collective."""
+    """Raises DisagreementError on every rank if facts differ, with the fact and the ranks. Collective."""
     found = difference(runtime.all_gather(dict(facts)))
     if found is not None:
         others = f"rank{'s' if len(found.ranks) > 1 else ''} {', '.join(map(str, found.ranks))}"
         raise DisagreementError(
-            f"{found.fact} is {_text(found.first)} on rank 0, and {_text(found.value)} on {others}: give all ranks the "
+            f"{found.fact} is {_text(found.first)} on rank 0, but {_text(found.value)} on {others}: give all ranks the "
             "same, in the same order."
         )
 
 
 def facts_of(tables: Sequence[TableConfig], plan: ShardingPlan | None = None) -> dict[str, object]:
-    """Returns the facts of tables in their order, and of the plan, if there is one."""
+    """Returns facts about the tables in order, and about the plan, if given."""
     found: dict[str, object] = {
         f"table {number}": f"'{table.name}' ({table.num_embeddings:,} rows of {table.embedding_dim}, {table.dtype}, "
         f"{', '.join([table.pooling, *(repr(own) for own in (table.optimizer, table.init) if own is not None)])})"
@@ -52,7 +52,7 @@ def facts_of(tables: Sequence[TableConfig], plan: ShardingPlan | None = None) ->
 
 
 def difference(said: Sequence[Mapping[str, object]]) -> Difference | None:
-    """said: every rank's facts. None where all state the same."""
+    """Returns the first difference between ranks' facts; None if all are equal."""
     for fact in dict.fromkeys(fact for facts in said for fact in facts):
         values = [facts.get(fact) for facts in said]
         other = next((value for value in values if value != values[0]), values[0])

@@ -1,7 +1,7 @@
-"""Which CPU cores a rank computes on: its own, near its memory, and no other job's.
+"""Chooses a rank's CPU cores: its own, near its memory, and not used by another job.
 
 with own_cores(local_rank=1, local_world_size=4, threads=1) as cores:     # binds this thread and all that it starts
-    cores.loader                                                          # for the threads that read data
+    cores.loader                                                          # for threads that read data
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True)
 class Cores:
-    """compute: where the step runs. loader: where data is read ahead: other cores, where this rank has any."""
+    """compute: where the step runs. loader: where data is read ahead, on other cores if the rank has any."""
 
     compute: frozenset[int]
     loader: frozenset[int]
@@ -27,8 +27,8 @@ class Cores:
 
 @contextmanager
 def own_cores(local_rank: int, local_world_size: int, threads: int) -> Iterator[Cores]:
-    """Binds this process to cores of its share that no other job has, until the context ends. Where there are too few
-    it stays free to run on all that the system allows it, as its loader does."""
+    """Binds this process to cores of its share that no other job has claimed, until the block ends. If there are too
+    few, it may run on all allowed cores, and its loader, too."""
     allowed = os.sched_getaffinity(0)
     share = share_of(local_rank, local_world_size, _numa_nodes(allowed))
     claimed: dict[int, socket.socket] = {}
@@ -50,8 +50,8 @@ def own_cores(local_rank: int, local_world_size: int, threads: int) -> Iterator[
 
 
 def share_of(local_rank: int, local_world_size: int, nodes: Sequence[Sequence[int]]) -> list[int]:
-    """A rank's part of the allowed cores, by node: all of one NUMA node where each node has a core for each of its
-    ranks. Parts are disjoint and of equal size but for what is left over; [] where there are more ranks than cores."""
+    """Returns a rank's share of the allowed cores, within one NUMA node if each node has a core for each of its ranks.
+    Shares are disjoint and equal, without the remainder; [] if there are more ranks than cores."""
     node = local_rank * len(nodes) // local_world_size
     by_node: list[list[int]] = [[] for _ in nodes]
     for rank in range(local_world_size):
@@ -64,7 +64,7 @@ def share_of(local_rank: int, local_world_size: int, nodes: Sequence[Sequence[in
 
 
 def _numa_nodes(allowed: Set[int]) -> list[list[int]]:
-    """The allowed cores, by NUMA node."""
+    """Returns the allowed cores by NUMA node."""
     nodes = []
     for path in sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
@@ -82,10 +82,10 @@ def _numa_nodes(allowed: Set[int]) -> list[list[int]]:
 
 
 def _claim(core: int) -> socket.socket | None:
-    """Held while the core is to be this process's alone, among jobs of this package on this host. None: it is not."""
+    """Claims a core among jobs of this package on this host, as long as the socket is open; None if it is taken."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0dlrm-autoshard-core-{core}")  # a leading zero byte: no file, gone with the process
+        claim.bind(f"\0dlrm-autoshard-core-{core}")  # abstract socket: no file, released with the process
     except OSError:
         claim.close()
         return None

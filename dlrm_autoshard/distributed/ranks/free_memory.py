@@ -1,4 +1,4 @@
-"""Memory that this process could still take: of its machine, or its GPU. Without torch until a GPU is asked for."""
+"""Free memory of the machine or a GPU. Imports torch only for a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def free_memory(device: torch.device | None = None) -> int:
-    """Bytes: of its GPU; else of the machine, or of its control group where that is tighter."""
+    """Returns free bytes: of the GPU; else of the machine, or of its control group if that is tighter."""
     if device is None or device.type != "cuda":
         return free_host_memory()
     import torch
@@ -22,7 +22,7 @@ def free_memory(device: torch.device | None = None) -> int:
 
 
 def free_host_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes: of the machine, or of its control group, of either version, where that is tighter."""
+    """Returns free bytes of the machine, or of its control group (either version) if that is tighter."""
     free = int(psutil.virtual_memory().available)
     for folder, limit, used, cached in (
         (groups, "memory.max", "memory.current", "inactive_file"),
@@ -31,8 +31,8 @@ def free_host_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
         try:
             most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            if most != "max":  # without a limit version 1 has one of nearly 2^63
+            if most != "max":  # version 1 without a limit says nearly 2^63
                 free = min(free, int(most) - taken + int(stat.get(cached, 0)))
         except (OSError, ValueError):
-            continue  # there is no such group
+            continue  # no such group
     return max(0, free)

@@ -1,12 +1,12 @@
-"""Asks what a process group that somebody else has made can do, and makes more groups of its ranks.
+"""Inspects process groups made by others, and makes more groups of their ranks.
 
-device = device_for(group, None)             # where tables go: a GPU where NCCL carries its tensors, else the CPU
-control = group_beside(group, "gloo")        # waits as long as the group
+device = device_for(group, None)             # device of the tables: a GPU if NCCL carries its tensors, else the CPU
+control = group_beside(group, "gloo")        # with the group's timeout
 """
 
-# torch names a group that only its own ranks make by a hash over a count that every rank keeps for itself, and each
-# release counts something else. Ranks whose counts differ (one is in a group more) wait for each other in vain. Our
-# name is the group's own prefix of the store, and how often this was called for that group, so all its ranks know it.
+# torch names a group made by only its own ranks after a counter that each rank keeps, and releases count differently.
+# Ranks whose counters differ (one is in another group, too) wait for each other in vain. Our names consist of the
+# group's store prefix and the number of calls for that group, which are equal on all of its ranks.
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ import torch.distributed as dist
 from dlrm_autoshard.errors import BagsError, UserError
 from dlrm_autoshard.formats.launcher_numbers import launcher_number
 
-# Backends as torch sees them: gloo and NCCL, that meet where `pg_options`, a store, says.
+# Our backends: gloo and NCCL on the store given as `pg_options`.
 _GLOO, _NCCL = "dlrm_autoshard_gloo", "dlrm_autoshard_nccl"
 
 
 def new_group(**how: Any) -> dist.ProcessGroup:
-    """Make a group that this rank is in; arguments are torch's `new_group`'s, which may return a number."""
+    """Makes a group that this rank is in; arguments as in torch's `new_group`, which returns a number to other
+    ranks."""
     group = dist.new_group(**how)
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"this rank is not in the group of {how.get('ranks')}")
@@ -38,18 +39,18 @@ def new_group(**how: Any) -> dist.ProcessGroup:
 
 
 _BESIDE: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
-"""The groups beside a group, which torch keeps, with their threads and connections, as long as that: so all that is
-made of one group, and dropped, shares them."""
+"""Groups made beside a group. torch keeps a group with its threads and connections until the end, so they are shared by
+everything that is made of one group."""
 
 
 def group_beside(
     group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | None = None, *, carries: str = ""
 ) -> dist.ProcessGroup:
-    """Returns another group of the same ranks, with the same timeout, made at the first call for what it carries.
-    Collective over these ranks alone: others may be making theirs.
+    """Returns another group of the same ranks with the same timeout; made at the first call for what it carries.
+    Collective over these ranks only: others may make theirs meanwhile.
 
-    backend: "gloo", or "cpu:gloo,cuda:nccl". ranks: those of them that it is of, by their numbers in `group`; the
-    others make groups of their own meanwhile.
+    backend: "gloo", or "cpu:gloo,cuda:nccl". ranks: a subset, by numbers in `group`; the other ranks make groups of
+    their own.
     """
     key, made = (backend, None if ranks is None else tuple(ranks), carries), _BESIDE.setdefault(group, {})
     if key not in made:
@@ -60,7 +61,7 @@ def group_beside(
 def _made_beside(group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | None) -> dist.ProcessGroup:
     _register()
     store = group.get_group_store()
-    made = store.add(f"dlrm_autoshard/groups/{dist.get_rank(group)}", 1)  # a key a rank: calls are alike on all
+    made = store.add(f"dlrm_autoshard/groups/{dist.get_rank(group)}", 1)  # a key per rank, as all make equal calls
     everybody = dist.get_process_group_ranks(group)
     parts = "" if ranks is None else f"/{min(ranks)}"
     return new_group(
@@ -73,16 +74,16 @@ def _made_beside(group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | 
 
 
 def group_or_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return it, or torch.distributed's default group, which is made for this process alone where there is none.
-    BagsError where this process is one of several ranks: each would train for itself."""
-    if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
+    """Returns the group, or torch.distributed's default group, which is made for this process alone if there is none.
+    BagsError if this process is one of several ranks, each of which would train alone."""
+    if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks outside a new group
         raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
     if not dist.is_initialized():
         ranks = launcher_number("WORLD_SIZE", 1)
         if ranks > 1:
             raise BagsError(
-                f"{ranks} ranks were started, and this one has no process group, so its tables would be its alone: "
-                "call torch.distributed.init_process_group() before."
+                f"{ranks} ranks were started, but this one has no process group and would train alone: call "
+                "torch.distributed.init_process_group() first."
             )
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = group or dist.group.WORLD
@@ -96,27 +97,27 @@ def _register() -> None:
         return
     backends.register_backend(_GLOO, _gloo, extended_api=True, devices=["cpu"])
     backends.register_backend(_NCCL, _nccl, extended_api=True, devices=["cuda"])
-    # Registered backends are all of one type, and a group holds one backend of each type.
+    # Registered backends all have one type, but a group holds one backend per type.
     backends.backend_type_map[_GLOO] = dist.ProcessGroup.BackendType.GLOO
     backends.backend_type_map[_NCCL] = dist.ProcessGroup.BackendType.NCCL
 
 
 @atexit.register
 def wait_for_gloo(seconds: float = 10.0) -> None:
-    """Wait until gloo's threads rest, at most so many seconds. One that still holds its last collective when the
-    interpreter goes aborts the process, whose training has ended well (pytorch issue 190489)."""
+    """Waits until gloo's threads rest, at most `seconds`. A thread that still holds its last collective when the
+    interpreter exits aborts the process after a successful training (pytorch issue 190489)."""
     deadline, before, now = time.monotonic() + seconds, [""], _gloo_threads()
-    # One that waits for Python's lock sleeps, too; had it slept at rest, it would not have woken for the lock.
+    # A thread waiting for Python's lock sleeps, too; but one at rest would not have woken for the lock.
     while (now != before or any("State:\tS" not in thread for thread in now)) and time.monotonic() < deadline:
         time.sleep(0.001)
         before, now = now, _gloo_threads()
 
 
 def _gloo_threads() -> list[str]:
-    """Returns each thread as Linux describes it: its state, and how often it has slept."""
+    """Returns Linux's status of each gloo thread: its state, and how often it has slept."""
     threads = []
     for status in sorted(Path("/proc/self/task").glob("*/status")):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             if (text := status.read_text()).startswith("Name:\tpt_gloo"):
                 threads.append(text)
     return threads
@@ -136,19 +137,19 @@ def _nccl(made: Any, store: dist.Store) -> Any:
 
 
 def by_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL carries its GPU tensors: by whatever name it was made, or by none ("cpu:gloo,cuda:nccl")."""
+    """Returns whether NCCL carries the group's GPU tensors, whatever its name ("cpu:gloo,cuda:nccl")."""
     return _backend(group, "cuda") == "nccl"
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Returns how long its exchanges wait for a rank; the shortest, where GPU and host tensors have one each."""
+    """Returns the group's timeout; the shorter one if GPU and host tensors have different ones."""
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
     return min(timeouts, default=dist.default_pg_timeout)
 
 
 def device_for(group: dist.ProcessGroup, wanted: torch.device | str | None) -> torch.device:
-    """Returns the device that is wanted, a GPU with its number; None: the current GPU where NCCL carries its tensors,
-    else the CPU. UserError where the group cannot carry tensors of it."""
+    """Returns the wanted device, a GPU with its index; None: the current GPU if NCCL carries its tensors, else the CPU.
+    UserError if the group cannot carry its tensors."""
     if wanted is None:
         wanted = "cuda" if by_nccl(group) and torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
@@ -159,14 +160,14 @@ def device_for(group: dist.ProcessGroup, wanted: torch.device | str | None) -> t
     if _backend(group, device.type) is None:
         there = " and ".join(f"'{name}'" for name in ("cpu", "cuda") if _backend(group, name) is not None)
         raise UserError(
-            f"device is '{device.type}', and the process group carries tensors of {there} only: give device={there}, "
+            f"device is '{device.type}', but the process group carries only tensors of {there}: give device={there}, "
             'or call init_process_group("cpu:gloo,cuda:nccl").'
         )
     return device
 
 
 def _backend(group: dist.ProcessGroup, device: str) -> str | None:
-    """By what it carries tensors of these devices; None where it does not."""
+    """Returns the backend for tensors of this device type; None if there is none."""
     if torch.device(device) not in group._device_types:
         return None
     return str(group._get_backend(torch.device(device)).name())

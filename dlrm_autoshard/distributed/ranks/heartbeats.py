@@ -1,4 +1,4 @@
-"""Who is to blame when ranks wait in vain: each says through the store, once a second, that it lives and where it is.
+"""Finds the rank at fault when ranks wait in vain: each reports through the store, once a second, where it is.
 
 with Heartbeats(store, rank, world_size, timeout_seconds) as heartbeats:     # a failed exchange names the rank at fault
     heartbeats.step = 312
@@ -34,8 +34,8 @@ _WAITS = {"wait", "_await", "finish", "finish_oldest", "blame", "send_values", "
 
 
 class RankFailure(UserError):
-    """A rank is why this one cannot go on. signal: the number, where that rank was asked to stop. said_here: that rank
-    has said so itself on this machine."""
+    """Another rank is why this one cannot go on. signal: its number, if that rank was asked to stop. said_here: that
+    rank has printed the reason on this machine."""
 
     def __init__(self, text: str, signal: int | None = None, said_here: bool = False) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ class RankFailure(UserError):
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life. step: the step it is in, None before the first. busy: where in the code, None while it waits for
+    """A sign of life. step: the current one, None before the first. busy: where in the code, None while it waits for
     other ranks."""
 
     rank: int
@@ -63,8 +63,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the job ends: the first that is found counts, on all ranks. signal: of a stop that somebody asked for.
-    own_words: the rank says it itself."""
+    """Why the job ends; the first one found counts on all ranks. signal: of a requested stop. own_words: the rank
+    reports it itself."""
 
     text: str
     rank: int
@@ -73,16 +73,16 @@ class Cause:
 
 
 def is_exchange_failure(error: BaseException | None) -> bool:
-    """Whether this, or what it was raised from, is an exchange with other ranks that did not come about."""
-    while error is not None and not isinstance(error, UserError):  # whose sentence says more than what it came from
+    """Returns whether this error, or its cause, is a failed exchange with other ranks."""
+    while error is not None and not isinstance(error, UserError):  # a UserError's sentence says more than its cause
         if isinstance(error, dist.DistError | RankGone):
             return True
-        if isinstance(error, ConnectionError) and _raised_by_exchange(error):  # and not by a user's own service
+        if isinstance(error, ConnectionError) and _raised_by_exchange(error):  # not by a user's own service
             return True
         words = ("gloo", "connection closed by peer", "connection reset by peer")
         if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
             return True
-        # Gloo's and NCCL's own words are many, and not all of them name themselves.
+        # Gloo and NCCL have many messages, and not all of them name the library.
         if type(error) is RuntimeError and any(map(_waits_for_others, _codes(error))):
             return True
         error = error.__cause__
@@ -90,18 +90,18 @@ def is_exchange_failure(error: BaseException | None) -> bool:
 
 
 def _raised_by_exchange(error: BaseException) -> bool:
-    """By distributed/, or by a library that it called."""
+    """Returns whether distributed/, or a library that it called, raised the error."""
     callers = [code for code in _codes(error) if not _of_a_library(code)]
     return bool(callers) and "dlrm_autoshard/distributed" in callers[-1].co_filename
 
 
 def _codes(error: BaseException) -> list[CodeType]:
-    """Code objects that an error came through, the one that raised it last."""
+    """Returns the code objects that an error came through, the raising one last."""
     return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def busy_at(frame: FrameType | None) -> str | None:
-    """Where a thread is: 'custom.py:55 (read)'; None where it waits for other ranks."""
+    """Returns where a thread is, such as 'custom.py:55 (read)'; None if it waits for other ranks."""
     named: Any = None
     while frame is not None:
         code = frame.f_code
@@ -122,12 +122,12 @@ def _waits_for_others(code: CodeType) -> bool:
 
 
 def _of_a_library(code: CodeType) -> bool:
-    """And not ours, which may be installed among them."""
+    """Returns whether the code is an installed library's other than this package."""
     return "lib/python" in code.co_filename and "dlrm_autoshard" not in code.co_filename
 
 
 def start_time(process: int) -> str:
-    """Equal for one process only, also among later ones of its number; '' once it has ended."""
+    """Returns a process's start time, which distinguishes it from later ones with its number; '' once it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -135,13 +135,13 @@ def start_time(process: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-_INTERVAL = 1.0  # seconds between two signs of life, a tenth of the timeout at most
+_INTERVAL = 1.0  # seconds between signs of life; at most a tenth of the timeout
 _GRACE = 4.0  # seconds for a rank's main thread to end by itself once the cause is known
 
 
 class Heartbeats:
-    """Rank 0 watches all, the others watch rank 0 and the cause that somebody found. A rank whose code holds Python's
-    lock (the GIL) for 0.9 of the timeout is taken for hung: no thread of it can give a sign of life."""
+    """Rank 0 watches all ranks; the others watch rank 0 and the cause that any rank found. A rank whose code holds
+    Python's lock (the GIL) for 0.9 of the timeout counts as hung, because none of its threads can report."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
         self.step: int | None = None
@@ -154,11 +154,11 @@ class Heartbeats:
         self._beats: dict[int, Beat] = {}
         self._changed: dict[int, float] = {}
         self._closed = threading.Event()
-        self._answered = time.monotonic()  # the store did, last
-        self._gone: float | None = None  # since when the store is
-        self._cause: Cause | None = None  # once the job has one: the store may go before this rank does
+        self._answered = time.monotonic()  # the store's last answer
+        self._gone: float | None = None  # when the store was lost
+        self._cause: Cause | None = None  # kept, because the store may go before this rank
         if world_size > 1:
-            # Each has its own connection: one that waits for an answer keeps the others of its connection waiting.
+            # Separate connections, because a pending request blocks others on its connection.
             self._store, self._asking = store.clone(), store.clone()  # type: ignore[attr-defined, unused-ignore]
             self._beat()
 
@@ -178,12 +178,12 @@ class Heartbeats:
                     try:
                         cause = self.blame(error)
                         self._let_others_read(cause)
-                    except KeyboardInterrupt:  # torchrun, which has seen it too, ends the ranks
+                    except KeyboardInterrupt:  # torchrun has seen the failure, too, and ends the ranks
                         cause = self.blame(error)
                     raise RankFailure(cause.text, cause.signal, self._said_here(cause)) from error
                 cause = self._leave(error)
                 if isinstance(error, KeyboardInterrupt) and cause.rank != self._rank and cause.signal is None:
-                    raise RankFailure(cause.text) from error  # the signal was torchrun's, which ends what is left
+                    raise RankFailure(cause.text) from error  # torchrun sent the signal, to end the remaining ranks
         finally:
             self._closed.set()
 
@@ -193,7 +193,7 @@ class Heartbeats:
         for now, slept in self._ticks():
             if self._parent not in (None, os.getppid()):
                 self._parent = None
-                os.kill(os.getpid(), signal.SIGTERM)  # torchrun is gone: nobody else would end this rank
+                os.kill(os.getpid(), signal.SIGTERM)  # torchrun is gone, and nobody else would end this rank
             if self._world_size == 1:
                 continue
             if slept:
@@ -202,12 +202,12 @@ class Heartbeats:
                 self._beat()
                 self._listen(now)
                 self._answered = time.monotonic()
-            except RuntimeError:  # the job is over, or `_watch_the_store` says so
+            except RuntimeError:  # the job is over, or `_watch_the_store` reports it
                 self._gone = time.monotonic()
                 return
 
     def _ticks(self) -> Iterator[tuple[float, bool]]:
-        """(now, whether this process was suspended, so that the others' silence says nothing), once an interval."""
+        """Yields (now, whether this process was suspended, when others' silence means nothing), once per interval."""
         before = time.monotonic()
         while not self._closed.wait(self._interval):
             now = time.monotonic()
@@ -249,7 +249,7 @@ class Heartbeats:
         )
 
     def _watch_the_store(self) -> None:
-        """In a thread of its own that asks the store nothing, because one that hangs would keep it."""
+        """Watches the store from a thread that never asks it, because a store that hangs would block it."""
         for now, slept in self._ticks():
             orphan = self._parent is None and "TORCHELASTIC_RUN_ID" in os.environ
             if slept:
@@ -273,18 +273,17 @@ class Heartbeats:
         return cause.own_words and cause.signal is None and beat is not None and beat.place == self._identity[1]
 
     def _where(self, beat: Beat | None = None) -> str:
-        """Says where this rank or another is: none is more than a step ahead of the others, but its last beat may be
-        old."""
+        """Returns where this rank, or another, is; a last beat may be old, but no rank is more than a step ahead."""
         steps = [step for step in (self.step, beat.step if beat else None) if step is not None]
         return f"at step {max(steps)}" if steps else "before the first step"
 
     def _end(self, cause: Cause) -> None:
-        """From a thread: the main one may be deep in an exchange that nobody will answer."""
+        """Ends the process from a thread, because the main one may hang in an exchange."""
         beat = self._beats.get(cause.rank)
         if beat is not None and cause.rank != self._rank and beat.place == self._identity[1]:
             with contextlib.suppress(OSError):
                 if start_time(beat.process) == beat.started:
-                    os.kill(beat.process, signal.SIGKILL)  # so that torchrun needs not wait for one that hangs
+                    os.kill(beat.process, signal.SIGKILL)  # so that torchrun need not wait for a hung rank
         if self._closed.is_set():
             return
         if not self._said_here(cause):
@@ -293,7 +292,7 @@ class Heartbeats:
         os._exit(3 if cause.signal is None else 128 + cause.signal)
 
     def _let_others_read(self, cause: Cause) -> None:
-        """Where the store goes with this rank: until they have the cause, or had time enough."""
+        """Waits until the other ranks have read the cause, if the store ends with this rank."""
         if self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         others = [f"told/{rank}" for rank in range(1, self._world_size) if rank != cause.rank]
@@ -305,7 +304,7 @@ class Heartbeats:
     # -- other ranks -------------------------------------------------------------------------------------------------
 
     def blame(self, error: BaseException) -> Cause:
-        """Whose fault it is that this rank's exchange failed."""
+        """Returns the cause of this rank's failed exchange."""
         deadline = time.monotonic() + max(3.0, 5 * self._interval)
         try:
             first = dict(self._all_beats())
@@ -334,7 +333,7 @@ class Heartbeats:
         return self._agree(self._asking, found)
 
     def _dead_here(self) -> Cause | None:
-        """A rank of this machine whose process has ended."""
+        """Returns a cause if the process of a rank on this machine has ended."""
         for beat in self._beats.values():
             if beat.place == self._identity[1] and start_time(beat.process) != beat.started:
                 return Cause(f"{beat.who} died {self._where(beat)}.", beat.rank)
@@ -348,13 +347,13 @@ class Heartbeats:
                 yield rank, beat
 
     def _leave(self, error: BaseException) -> Cause:
-        """Tells the others why this rank goes; returns the first cause."""
+        """Tells the others why this rank ends; returns the first cause."""
         number = getattr(error, "number", None) if isinstance(error, KeyboardInterrupt) else None
         said = str(error).strip() or type(error).__name__
         text = said if number else f"rank {self._rank} on {self._identity[0]} failed {self._where()}: {said}"
         cause = Cause(text, self._rank, number, own_words=True)
         with contextlib.suppress(RuntimeError):
-            if number:  # by torchrun perhaps, which ends the others of a rank that died
+            if number:  # perhaps from torchrun, which ends the others after a rank died
                 dict(self._all_beats())
                 cause = self._dead_here() or cause
             cause = self._agree(self._asking, cause)
@@ -362,7 +361,7 @@ class Heartbeats:
         return cause
 
     def _agree(self, store: dist.Store, cause: Cause) -> Cause:
-        """The cause that was found first; where the store is gone, what this rank knows."""
+        """Returns the first cause that any rank stored; without a store, what this rank knows."""
         with contextlib.suppress(RuntimeError):
             store.compare_set("cause", "", json.dumps(asdict(cause)))
             return self._known_cause(store) or cause

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job by torchrun's own API, and brings their last words to the terminal, once.
+"""Starts a job's ranks by torchrun's API, and prints each final message once.
 
 status = launch(["-m", "dlrm_autoshard.commands.rank", "--config", "mine.yaml"], ranks=2)    # the launcher's side
 complain("tables.embedding_dim is 6")                                                        # a rank's side
@@ -33,8 +33,8 @@ from dlrm_autoshard.formats.whole_file import write_whole
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_CHECKPOINT_SECONDS = 300  # that ranks have to write their last checkpoint after a signal, before they are killed
-_SILENT_SECONDS = 20  # of a head that does not answer, after which a launcher without ranks gives up
+_CHECKPOINT_SECONDS = 300  # for ranks to write their last checkpoint after a signal, before they are killed
+_SILENT_SECONDS = 20  # without an answer from the head, after which a launcher without ranks gives up
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,26 +52,26 @@ def launch(
 ) -> int:
     """Runs `python ARGUMENTS` as `ranks` processes on this machine, and waits for them; returns the exit status.
 
-    nodes, head, job: machines of the job, `host:port` of one of them, and a name that only this job has: for several.
-    restarts: how often the ranks are started again after one died. after_a_kill: what to try then.
+    nodes, head, job: number of machines, `host:port` on one of them, and a name unique to this job; for several
+    machines. restarts: of the ranks after one died. after_a_kill: what to try after a kill.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a head that ends first would be told with torch's own stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints C++ stacks when the head ends first
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if nodes > 1:  # else torch 2.13 sends a machine that joins later to a store that is gone
+    if nodes > 1:  # torch 2.13 otherwise sends a machine that joins late to a store that is gone
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
     def hang_up(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it comes by several ways; the ranks write a checkpoint now
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it may come several times, while ranks write a checkpoint
         raise SignalException("the terminal is gone", signal.SIGHUP)
 
     before = signal.getsignal(signal.SIGHUP)
-    if before != signal.SIG_IGN:  # it is by nohup
+    if before != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, hang_up)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more threads a rank, fbgemm's CPU backward becomes erratic
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads make fbgemm's CPU backward erratic
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -84,21 +84,21 @@ def launch(
         shutdown_timeout=_CHECKPOINT_SECONDS,
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT",
     )
-    logging.disable(logging.ERROR)  # the launcher's own messages: what happened is said below, in a sentence
+    logging.disable(logging.ERROR)  # replaces the launcher's own messages by the sentences below
     try:
         with _while_head_answers(head, arguments) if nodes > 1 and head else contextlib.nullcontext():
             elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _told(rank, failure, after_a_kill)
+        return _exit_status(rank, failure, after_a_kill)
     except RendezvousError as error:
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
             f"the machines did not find each other ({what}): this one waited for {nodes}, at --head {head}. Start the "
-            "same line, with the same --nodes, --head and --job, on each, and name a host and port that all can reach."
+            "same command, with the same --nodes, --head and --job, on each, and name a host and port that all reach."
         ) from error
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)  # the ranks have said after which step they stopped
+        return 128 + int(stopped.sigval)  # the ranks have printed where they stopped
     finally:
         logging.disable(logging.NOTSET)
         if signal.getsignal(signal.SIGHUP) is hang_up:
@@ -109,8 +109,8 @@ def launch(
 
 @contextlib.contextmanager
 def _while_head_answers(head: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Ends this process where the ranks that it started have ended, and the machine that keeps the job's store does not
-    answer. torch's agent waits for that one: for seven minutes where the network is cut, and restarts nothing."""
+    """Ends this process if its ranks have ended and the machine with the job's store does not answer. torch's agent
+    would wait for it, seven minutes if the network is cut, and restart nothing."""
     import psutil
 
     over, (host, _, port) = threading.Event(), head.rpartition(":")
@@ -130,7 +130,7 @@ def _while_head_answers(head: str, arguments: Sequence[str]) -> Iterator[None]:
             elif time.monotonic() - silent_since > _SILENT_SECONDS:
                 print(
                     f"this machine's ranks have ended, and {head}, which keeps the job's store, has not answered for "
-                    f"{_SILENT_SECONDS} s: it is gone, or the network between is. Start the same line again on each "
+                    f"{_SILENT_SECONDS} s: it is gone, or the network is cut. Start the same command again on each "
                     "machine once they reach each other.",
                     file=sys.stderr,
                     flush=True,
@@ -151,20 +151,20 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _own_name() -> str:
-    """Returns the name by which other machines reach this one; UserError where it resolves to no address."""
+    """Returns the name by which other machines reach this one; UserError if it resolves to no address."""
     name = socket.getfqdn()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
         raise UserError(
-            f"this machine's name, '{name}', resolves to no address ({error.strerror or error}), and the others reach "
-            "it by that: put it into /etc/hosts or DNS, or give the machine a name that is there."
+            f"this machine's name, '{name}', resolves to no address ({error.strerror or error}), but other machines "
+            "reach it by that name: add it to /etc/hosts or DNS, or rename the machine."
         ) from error
     return name
 
 
-def _told(rank: int, failure: ProcessFailure, after_a_kill: str) -> int:
-    """The exit status of the first rank that failed, after a sentence about it if it could say none itself."""
+def _exit_status(rank: int, failure: ProcessFailure, after_a_kill: str) -> int:
+    """Returns the exit status of the first failed rank; prints a sentence if the rank could not."""
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = ": out of memory, perhaps" if name == "SIGKILL" else ""
@@ -176,7 +176,7 @@ def _told(rank: int, failure: ProcessFailure, after_a_kill: str) -> int:
 
 
 def _end_children() -> None:
-    """After a second Ctrl-C nobody waits for a checkpoint."""
+    """Kills child processes: after a second Ctrl-C nobody waits for a checkpoint."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):
@@ -185,18 +185,18 @@ def _end_children() -> None:
 
 
 def complain(message: str) -> None:
-    """Says it once a machine, with the rank that says it, and leaves it to torchrun's closing summary too."""
+    """Prints a message once per machine, with the rank, and passes it to torchrun's closing summary."""
     message = readable(message)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
         print(message, file=sys.stderr, flush=True)
         return
-    # All error files of this machine, restarts included, share this folder: there its ranks agree who speaks.
+    # All error files of this machine, also of restarts, share this folder, in which its ranks agree on who prints.
     said = Path(error_file).parents[2] / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
     try:
         said.open("x").close()
         first = True
-    except OSError as error:  # of a full disk: better said by each than by none
+    except OSError as error:  # on a full disk each rank prints
         first = not isinstance(error, FileExistsError)
     if first:
         print(f"[rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
@@ -204,8 +204,8 @@ def complain(message: str) -> None:
 
 
 def _leave_to_launcher(message: str, trace: str) -> None:
-    """Writes the error file that torchrun reads: whole or, where the disk is full, not at all, for torchrun ends on one
-    that it cannot read, whatever restarts were asked for."""
+    """Writes the error file that torchrun reads, atomically: torchrun gives up on one that it cannot read, whatever
+    restarts were asked for."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is not None:
         extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
@@ -214,12 +214,12 @@ def _leave_to_launcher(message: str, trace: str) -> None:
 
 
 def recorded(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns the function, whose uncaught exceptions' text reaches the launcher."""
+    """Wraps a function so that its uncaught exceptions' text reaches the launcher."""
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> T:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # without standard error
-            faulthandler.enable()  # a crash in a library shows where
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # there may be no standard error
+            faulthandler.enable()  # shows where a library crashed
         try:
             return function(*given, **named)
         except Exception as error:
@@ -230,7 +230,7 @@ def recorded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """A signal handler for when there is nothing to save yet. No exception: thrown into an import that is half done,
-    it comes out as an error of that package's own."""
+    """Signal handler for the time before there is anything to save. Raises no exception, which inside an import would
+    come out as that package's own error."""
     complain("stopped.")
     os._exit(128 + number)

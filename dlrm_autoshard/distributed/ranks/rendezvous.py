@@ -1,8 +1,8 @@
-"""The rendezvous of the ranks of one start of a job: a store that holds nothing of an earlier start.
+"""Gives the ranks of one start of a job a store without entries of earlier starts.
 
-torchrun keeps its store when it restarts the ranks, with the addresses of ranks that are gone still in it; a new rank
-that reads one of them before its owner has written the new one cannot connect. So the ranks first agree on a name that
-only this start knows. Restart counts would not do: each machine's torchrun counts its own.
+When torchrun restarts ranks, its store still has the addresses of the old ones, and a new rank that reads an old
+address cannot connect. So the ranks first agree on a name that only this start knows. Restart counts would not do: each
+machine's torchrun counts its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dlrm_autoshard.formats.sentences import show
 
 
 class RendezvousFailed(UserError):
-    """Ranks of this job that did not arrive in time."""
+    """Ranks of this job did not arrive in time."""
 
 
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store for `init_process_group`, under torchrun's environment. Every rank calls it once per start.
+    """Returns the store for `init_process_group`, under torchrun's environment. Every rank calls it once per start.
 
     rank 1: "rank 1 here, my number is 7f3a"         hello/1 = 7f3a
-    rank 0: answers every number it sees             name/7f3a = c09e      (a stale one's answer: read by nobody)
+    rank 0: answers every number it sees             name/7f3a = c09e      (nobody reads answers to old numbers)
     rank 1: "got c09e"                               here/c09e/1
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -54,17 +54,17 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
             store.set(f"here/{name}/{rank}", "")
     except RendezvousFailed:
         raise
-    except (DistError, ValueError) as error:  # of the network; of the environment
+    except (DistError, ValueError) as error:  # the network, or the environment
         raise RendezvousFailed(
-            f"rank {rank} of {world_size} has not met the others at {host}:{port}: {str(error).splitlines()[0]}. Is "
-            "rank 0 there, and can this host reach it? See what rank 0 says, or raise run.collective_timeout_seconds."
+            f"rank {rank} of {world_size} did not reach the others at {host}:{port}: {str(error).splitlines()[0]}. Is "
+            "rank 0 running, and can this host reach it? See rank 0's output, or raise run.collective_timeout_seconds."
         ) from error
     return PrefixStore(name, shared)
 
 
 def _check_name(host: str, rank: int, world_size: int) -> None:
-    """Ranks of one host need no name of it: torchrun names the host, which in a container may resolve nowhere.
-    RendezvousFailed at once on several, where waiting would find nothing."""
+    """Uses 127.0.0.1 if all ranks are on one host, whose name may not resolve in a container. With several hosts raises
+    RendezvousFailed at once, as waiting would be in vain."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -72,8 +72,8 @@ def _check_name(host: str, rank: int, world_size: int) -> None:
             os.environ["MASTER_ADDR"] = "127.0.0.1"
             return
         raise RendezvousFailed(
-            f"rank {rank} of {world_size} is to meet the others at '{host}' (MASTER_ADDR), a name that resolves to no "
-            f"address on '{platform.node()}'. Put it into /etc/hosts or DNS there, or name the machine by its address."
+            f"rank {rank} of {world_size} should meet the others at '{host}' (MASTER_ADDR), a name that resolves to no "
+            f"address on '{platform.node()}'. Add it to /etc/hosts or DNS there, or use the machine's address."
         ) from error
 
 
@@ -88,6 +88,6 @@ def _gather(store: Store, name: str, world_size: int, timeout: timedelta) -> Non
         if time.monotonic() > deadline:
             raise RendezvousFailed(
                 f"rank(s) {', '.join(map(str, missing))} of {world_size} did not arrive within "
-                f"{timeout.total_seconds():g} s. See what they say, or raise run.collective_timeout_seconds."
+                f"{timeout.total_seconds():g} s. See their output, or raise run.collective_timeout_seconds."
             )
         time.sleep(0.01)

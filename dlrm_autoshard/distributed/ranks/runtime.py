@@ -1,4 +1,4 @@
-"""This process's place among the ranks: device, process groups, cores. The only module that starts or stops them.
+"""This process's place among the ranks: device, process groups, cores. The only module that starts and stops them.
 
 with Runtime.start(config.run) as runtime:
     runtime.rank, runtime.world_size, runtime.group
@@ -35,15 +35,15 @@ Outcome = tuple[Any, UserError | None]
 
 
 class RuntimeFailure(UserError):
-    """The ranks cannot start as asked: the message says why and what to try."""
+    """The ranks cannot start as asked; the message says why and what to try."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
-    batch's ids (and host tensors beside device ones), so that the two never queue behind each other. control is gloo
-    on every device: small objects. heartbeats: of all ranks; told the step. loader_cores: for threads that read data;
-    None where they may run where they like. local_ranks: each rank's number on its host; None: not known."""
+    """A rank's environment. rank, world_size: torchrun's. group carries the step's tensors; id_group the next batch's
+    ids (and host tensors of a GPU job), so that neither queues behind the other; control is gloo on every device, for
+    small objects. heartbeats: between ranks; told the step. loader_cores: for threads that read data; None: any.
+    local_ranks: each rank's number on its host; None: unknown."""
 
     rank: int
     world_size: int
@@ -59,15 +59,15 @@ class Runtime:
     @staticmethod
     @contextlib.contextmanager
     def start(config: RunConfig) -> Iterator[Runtime]:
-        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end, the
-        process's cores, threads and environment as they were.
+        """Joins the process group (from torchrun's environment; alone without it), leaves it at the end, and restores
+        the process's cores, threads and environment.
 
-        RankFailure names the rank that is why an exchange in here failed.
+        RankFailure names the rank that made an exchange fail.
         """
         if dist.is_initialized():
             raise RuntimeFailure(
-                "this process has a process group already, and the trainer starts its own: train in a process of its "
-                "own, or use ShardedEmbeddingBags and Autoshard in the loop that you have."
+                "this process already has a process group, but the trainer starts its own: train in a separate "
+                "process, or use ShardedEmbeddingBags and Autoshard in your own loop."
             )
         rank, world_size = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1)
         local_rank, local_world_size = launcher_number("LOCAL_RANK", 0), launcher_number("LOCAL_WORLD_SIZE", 1)
@@ -83,7 +83,7 @@ class Runtime:
             if "LOCAL_RANK" not in os.environ and world_size > 1:
                 local_rank, local_world_size = place_on_host(store, rank, world_size)
             if local_world_size == world_size and Path("/sys/class/net/lo").exists():
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no name that resolves
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a single host's name need not resolve
             device = choose_device(config.device, local_rank)
             check_threads(config)
             torch.set_num_threads(config.threads_per_rank)
@@ -95,7 +95,9 @@ class Runtime:
                     loader_cores = cores.loader
             else:
                 torch.cuda.set_device(device)
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: what hung, on which rank
+            os.environ.setdefault(
+                "TORCH_FR_BUFFER_SIZE", "2000"
+            )  # NCCL's flight recorder tells what hung on which rank
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             try:
                 with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
@@ -112,19 +114,19 @@ class Runtime:
                     yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
                     dist.barrier(group=control)
             finally:
-                # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
+                # Free objects that hold process groups before the groups; otherwise gloo's threads abort the exit.
                 gc.collect()
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
+        """Returns rank 0's value on every rank."""
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.control)
         return box[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
-        """Every rank's value, in rank order, on rank 0; None elsewhere."""
+        """Returns all ranks' values in order on rank 0; None elsewhere."""
         gathered: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(value, gathered, group_dst=0, group=self.control)
         return gathered  # type: ignore[return-value]
@@ -135,23 +137,22 @@ class Runtime:
         return gathered  # type: ignore[return-value]
 
     def all_gather_numbers(self, values: Sequence[float]) -> np.ndarray:
-        """[W, len(values)]; as many on every rank. A tenth of the time that objects take."""
+        """Returns [W, len(values)]; equally many on every rank. Ten times as fast as objects."""
         own = torch.tensor(values, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=self.control)
         return torch.stack(gathered).numpy()
 
     def all_finite(self, value: torch.Tensor) -> bool:
-        """Whether every rank's is."""
+        """Returns whether the value is finite on every rank."""
         bad = (~torch.isfinite(value.detach())).float().view(1)
         dist.all_reduce(bad, group=self.group)
         return float(bad) == 0.0
 
     def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
-        """Returns on every rank what `decide` returns on rank 0; an error for people that it raises there is raised
-        everywhere.
+        """Returns on every rank what `decide` returns on rank 0; a UserError raised there is raised everywhere.
 
-        attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's `on_rank_zero`).
+        attempt: calls its argument on rank 0 while other ranks serve it (a probe's `on_rank_zero`).
         """
 
         def tried() -> Outcome:
@@ -171,8 +172,7 @@ class Runtime:
         return value
 
     def on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Returns the action's result here; where it fails on any rank, raises the first such rank's error on every
-        one."""
+        """Returns the action's result; if it fails on any rank, raises the first such error on every rank."""
         result, failure = None, None
         try:
             result = action()
@@ -185,21 +185,20 @@ class Runtime:
 
     @property
     def clock_group(self) -> dist.ProcessGroup:
-        """The group by which a `StageClock` has ranks meet: it carries tensors of the device, and none of the step's on
-        CPU."""
+        """The group for `StageClock`'s barriers: it carries tensors of the device, and on CPU none of the step's."""
         return self.control if self.device.type == "cpu" else self.group
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
     def on_all(self, attempt: Callable[[], T]) -> T:
-        """Returns what `attempt` returns here. Collective: where it raises on any rank, every rank raises, naming that
-        rank, so that none is left waiting."""
+        """Returns what `attempt` returns here. Collective: if it raises on any rank, every rank raises and names that
+        rank, so that none waits in vain."""
         return on_all(self.control, attempt)
 
 
 def on_all(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
-    """Does what `Runtime.on_all` does, for the ranks of a gloo group."""
+    """Does the same as `Runtime.on_all`, for the ranks of a gloo group."""
     value: T | None = None
     failure: Exception | None = None
     try:
@@ -217,8 +216,8 @@ def on_all(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
 
 
 def runtime_of(group: dist.ProcessGroup, wanted: torch.device | str | None) -> Runtime:
-    """Return the place of this rank in a group that somebody else has made, with groups of our own beside it.
-    Collective over these ranks alone: others may be making theirs. wanted: as `device_for` takes it."""
+    """Returns this rank's place in a group made by others, with our own groups beside it. Collective over these ranks
+    only: others may make theirs. wanted: as in `device_for`."""
     control = group_beside(group, "gloo")
     device = on_all(control, lambda: device_for(group, wanted))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -230,7 +229,7 @@ def runtime_of(group: dist.ProcessGroup, wanted: torch.device | str | None) -> R
         local_world_size=hosts.count(hosts[rank]),
         device=device,
         group=group,
-        # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
+        # Separate from vectors; with nccl, gloo carries what the host needs to know about ids.
         id_group=group_beside(group, "cpu:gloo,cuda:nccl" if by_nccl(group) else "gloo", carries="ids"),
         control=control,
         local_ranks=tuple(hosts[:number].count(host) for number, host in enumerate(hosts)),
@@ -238,15 +237,15 @@ def runtime_of(group: dist.ProcessGroup, wanted: torch.device | str | None) -> R
 
 
 def place_on_host(store: dist.Store, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns this rank's number on its host, and how many are there: counted, where the launcher (srun, mpirun) says
-    neither. Else all ranks of a host would take its first GPU."""
+    """Returns this rank's number on its host and the number of ranks there, for launchers that set neither (srun,
+    mpirun). Without it all ranks of a host would use its first GPU."""
     store.set(f"host/{rank}", host_id())
     hosts = [store.get(f"host/{other}").decode() for other in range(world_size)]
     return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank. RuntimeFailure where there is none of the wanted kind."""
+    """Returns a rank's device. RuntimeFailure if there is none of the wanted kind."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RuntimeFailure(
             "run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu (`evaluate` and "
@@ -258,7 +257,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def check_threads(config: RunConfig) -> None:
-    """RuntimeFailure where a rank is to have more threads than the host has cores."""
+    """Raises RuntimeFailure if a rank would have more threads than the host has cores."""
     if config.threads_per_rank > (os.cpu_count() or 1):
         raise RuntimeFailure(
             f"run.threads_per_rank is {config.threads_per_rank}, but this host has {os.cpu_count()} cores."
@@ -266,19 +265,19 @@ def check_threads(config: RunConfig) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """No two devices of a job have the same, except CPUs."""
+    """Returns a name that differs between all devices of a job, except CPUs."""
     return "cpu" if device.type == "cpu" else f"GPU {torch.cuda.get_device_properties(device).uuid}"
 
 
 def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -> str:
-    """nccl where every rank has a GPU of its own, whatever each of them can see; else gloo, which takes two ranks on
-    one. The same on all ranks, which wait for each other here. device: this rank's `name_of`."""
+    """Returns nccl if every rank has its own GPU, whatever GPUs each can see; else gloo, which allows two ranks on one
+    GPU. Equal on all ranks, which wait for each other here. device: this rank's `name_of`."""
     store.set(f"device/{rank}", device)
     devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
     if "cpu" in devices and len(set(devices)) > 1:
         other = next(rank for rank, one in enumerate(devices) if one != "cpu")
         raise RuntimeFailure(
-            f"rank {devices.index('cpu')} sees no GPU, and rank {other} has one: all must compute on GPUs, or none. "
+            f"rank {devices.index('cpu')} sees no GPU, but rank {other} has one: all must compute on GPUs, or none. "
             "Run `dlrm-autoshard doctor` on that rank's host, or set run.device: cpu."
         )
     return "nccl" if len(set(devices)) == world_size and "cpu" not in devices else "gloo"
@@ -286,7 +285,7 @@ def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -
 
 @contextlib.contextmanager
 def _process_kept() -> Iterator[None]:
-    """Restores the number of torch's threads and the environment at the end: the process may be a notebook."""
+    """Restores torch's threads and the environment at the end, because the process may be a notebook."""
     threads, environment = torch.get_num_threads(), dict(os.environ)
     try:
         yield
@@ -298,11 +297,11 @@ def _process_kept() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed buffers: a step's tensors are as large as the last one's, and giving their pages
-    back to the system only to fault them in again costs several percent of a step."""
+    """Tells glibc to keep freed buffers: a step's tensors have the last one's sizes, and returning pages only to fault
+    them in again costs several percent of a step."""
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to tune
         libc = ctypes.CDLL("libc.so.6")
-        # Before glibc 2.35 32 MiB were the most; and once either is set, the other no longer grows by itself.
+        # glibc before 2.35 allows at most 32 MiB; and setting one threshold stops the other from growing by itself.
         if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 1 << 25):
             libc.mallopt(trim_threshold, 1 << 30)

@@ -1,4 +1,4 @@
-"""`python -m dlrm_autoshard.distributed.ranks.smoke`: does the kernel compute, do ranks reach each other? As JSON.
+"""`python -m dlrm_autoshard.distributed.ranks.smoke`: tests the kernel and an exchange of two ranks; prints JSON.
 
 `dlrm-autoshard doctor` runs it in a subprocess, because a wrong library kills its process instead of raising.
 """
@@ -15,7 +15,7 @@ from dlrm_autoshard.distributed.ranks.spawn import RankError, run_ranks
 
 
 def train_one_row() -> str:
-    """One SGD step on one table of ones: the row that was looked up moves by exactly the learning rate."""
+    """Does one SGD step on a table of ones; the looked-up row must move by exactly the learning rate."""
     from dlrm_autoshard.config import TableOptimizerConfig
     from dlrm_autoshard.distributed.tables.tbe import make_tbe
 

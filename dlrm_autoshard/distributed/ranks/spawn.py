@@ -1,8 +1,8 @@
-"""Runs a function on N local processes joined by a process group, under a hard time limit: for tests and benchmarks.
+"""Runs a function on N local processes in a process group, under a hard time limit; for tests and benchmarks.
 
     run_ranks(total, 3, 10)          # def total(rank, world_size, offset): ... -> one result per rank
 
-Training does not come this way: there torchrun starts the ranks.
+Training uses torchrun instead.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Processes are forked from one server that has already imported torch, so that a rank starts in hundredths of a second.
-# A rank that raises, dies or hangs ends all of them, and the error names it. Functions are pickled: module level only.
+# Processes are forked from a server that has imported torch, so a rank starts in hundredths of a second. A rank that
+# raises, dies or hangs ends all of them, and the error names it. Functions are pickled, so they must be at module
+# level.
 
 PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.ranks.spawn"]
 _GRACE_SECONDS = 5.0  # between a rank's result and its exit
-_MOMENT_SECONDS = 0.3  # in which a rank that died is found dead after another one that this made raise
+_MOMENT_SECONDS = 0.3  # to find a dead rank after another one raised because of it
 _START_SECONDS = 60.0  # to import torch on a busy machine; the caller's limit counts from then
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or hung; `rank` is the first that did; where one died and others raised, that one."""
+    """A rank raised, died or hung. rank: the first that did; a dead one if one died and others raised."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} {message}")
@@ -46,9 +47,9 @@ def run_ranks(
     timeout: float = 60.0,
     cores: list[int] | None = None,
 ) -> list[Any]:
-    """Calls `function(rank, world_size, *args)` on every rank; returns what they returned, by rank.
+    """Calls `function(rank, world_size, *args)` on every rank; returns the results by rank.
 
-    `cores[rank]`, if given, is the core to which the rank is bound.
+    cores[rank], if given: the core to bind the rank to.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -80,11 +81,11 @@ def run_ranks(
 
 
 def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
-    """Waits for every rank's result; the first bad end raises."""
+    """Waits for every rank's result; raises for the first that ended badly."""
     for rank, end in enumerate(ends):
         if not end.poll(_START_SECONDS):
             raise RankError(rank, f"did not start within {_START_SECONDS:g} s")
-        with contextlib.suppress(EOFError):  # died already: found again, and named, below
+        with contextlib.suppress(EOFError):  # it died; found again and named below
             end.recv_bytes()
     deadline = time.monotonic() + timeout
     waiting = dict(enumerate(ends))
@@ -98,7 +99,7 @@ def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout
             raise RankError(hung[0], f"gave no result within {timeout:g} s and was killed{others}{stacks}")
         came = {rank: _end_of(waiting.pop(rank)) for rank in [rank for rank, end in waiting.items() if end in ready]}
         if any(how == "raised" for how, _ in came.values()):
-            # Perhaps because another one has died, of which the news may come a moment later.
+            # Perhaps because another rank died, which may show a moment later.
             time.sleep(_MOMENT_SECONDS)
             late = wait(list(waiting.values()), timeout=0)
             came |= {rank: _end_of(end) for rank, end in waiting.items() if end in late}
@@ -113,7 +114,7 @@ def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout
 
 
 def _end_of(end: Connection) -> tuple[str, Any]:
-    """How a rank ended: "returned" what, "raised" which traceback, or "died"."""
+    """Returns how a rank ended: ("returned", value), ("raised", traceback) or ("died", None)."""
     try:
         succeeded, value = pickle.loads(end.recv_bytes())
     except EOFError:
@@ -122,7 +123,7 @@ def _end_of(end: Connection) -> tuple[str, Any]:
 
 
 def _bad_end(came: Mapping[int, tuple[str, Any]], processes: Sequence[Any]) -> RankError | None:
-    """Returns how the first rank ended badly: that died, or else raised; None where all returned."""
+    """Returns the first bad end, of a dead rank before one that raised; None if all returned."""
     raised = [(rank, f"raised:\n{text}") for rank, (how, text) in came.items() if how == "raised"]
     died = [rank for rank, (how, _) in came.items() if how == "died"]
     if died:
@@ -153,9 +154,9 @@ def _rank_main(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: the machine's name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are local, and the host's name need not resolve
     with open(Path(folder, f"stack_{rank}"), "w") as stack:
-        # Where it hangs, written just before the parent gives up.
+        # Writes the stack just before the parent gives up.
         faulthandler.dump_traceback_later(max(0.5, timeout - 0.5), file=stack)
         try:
             dist.init_process_group(
@@ -168,7 +169,7 @@ def _rank_main(
             result = function(rank, world_size, *args)
             gc.collect()  # a DDP module that outlives its group aborts the process
             dist.barrier()
-            # As plain bytes: `send` would pass tensors as handles into the memory of a process that is about to end.
+            # As bytes, because `send` would pass tensors as handles into the memory of a process that is about to end.
             sender.send_bytes(pickle.dumps((True, result)))
         except BaseException:
             sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -185,7 +186,7 @@ def _stack(folder: Path, rank: int) -> str:
 
 @contextlib.contextmanager
 def _one_thread_per_rank() -> Any:
-    """OpenMP reads its variable when torch is imported, which the server does once; so it is set around the start."""
+    """Sets OMP_NUM_THREADS around the start of the server, which imports torch and thus reads it once."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
