@@ -225,7 +225,7 @@ def look_up_apart(rank: int, world_size: int) -> str:
 
 def test_ranks_that_look_up_other_numbers_of_samples_are_told() -> None:
     said = run_ranks(look_up_apart, 2)
-    assert any("all ranks look up as many samples in a step" in one for one in said), said
+    assert any("all ranks must look up equally many" in one for one in said), said
 
 
 def train_in_groups(rank: int, world_size: int) -> list[Tensor]:
@@ -401,7 +401,7 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
     ("call", "said"),
     [
         (lambda: ShardedEmbeddingBags([]), "there are no tables"),
-        (lambda: ShardedEmbeddingBags([A, A]), "two tables are named 'a'. Of features that share a table, give"),
+        (lambda: ShardedEmbeddingBags([A, A]), "two tables are named 'a'. If features share a table, give"),
         (lambda: ShardedEmbeddingBags([A, replace(B, optimizer=cast(Any, "sgd"))]), "table 'b' is 'sgd'; it must be a"),
         (lambda: ShardedEmbeddingBags([A], exchange_dtype="fp8"), "'fp8'; it must be one of fp32, fp16, bf16"),
         (lambda: ShardedEmbeddingBags([A], optimizer=cast(Any, torch.optim.SGD)), "it must be a RowwiseAdagrad"),
@@ -410,11 +410,14 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
         (lambda: ShardedEmbeddingBags([A, B])([1, 2], VALUES), "lengths are list"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS[:, :0], VALUES[:0]), "the batch has no samples"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS * 2 - 3, VALUES[:0]), "has a bag of length -1 of table 'a'"),
-        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or one KeyedJaggedTensor"),
-        (lambda: ShardedEmbeddingBags(TABLES)(KeyedIds(*ids_of(0, 0)), None, VALUES.float()), "which brings its own"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or a KeyedJaggedTensor"),
+        (lambda: ShardedEmbeddingBags(TABLES)(KeyedIds(*ids_of(0, 0)), None, VALUES.float()), "which has its own"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES, torch.ones(8).requires_grad_()), "a gradient"),
         (lambda: ShardedEmbeddingBags([A])(ShardedEmbeddingBags([A, B]).send(LENGTHS, VALUES)), "were sent by other"),
-        (lambda: [bags(bags.send(LENGTHS, VALUES), VALUES) for bags in [ShardedEmbeddingBags([A, B])]], "with them"),
+        (
+            lambda: [bags(bags.send(LENGTHS, VALUES), VALUES) for bags in [ShardedEmbeddingBags([A, B])]],
+            "already include",
+        ),
         (settings(pinnd={"a": 0}), "unknown key 'autoshard.pinnd'. Did you mean 'autoshard.pinned'?"),
         (settings(every_steps=0), "'autoshard.reshard.every_steps' is 0; it must be more than 0"),
         (settings(sample_every=0), "'profile.every_steps' is 0"),

@@ -130,7 +130,7 @@ def test_a_file_of_another_type_is_the_same_users_or_refused_by_both_names(tmp_p
     for first, second in ((train, words), (words, train)):
         source = opened(first, test=[str(second)], table={"hash": True})
         assert source.read("train", 0, 0, 2).values_N.tolist() == source.read("test", 0, 0, 2).values_N.tolist()
-    said = r"'.*words\.parquet': column 'user' holds string, .* rows as they are, for '.*train\.parquet' holds int64\."
+    said = r"'.*words\.parquet': column 'user' holds string, .* used as rows, as '.*train\.parquet' holds int64\."
     for split in ("val", "test"):
         with pytest.raises(DataError, match=said):
             opened(train, **{split: [str(words)]})

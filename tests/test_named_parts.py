@@ -61,7 +61,7 @@ def test_parts_that_overlap_are_cut_at_all_their_bounds() -> None:
         (
             {"pinned": {"item[0:64]": 0}},
             Splits(4, allowed=False),
-            r"'item\[0:64\]'.*one sum of squares a row.*tables\.optimizer\.per_part: true",
+            r"'item\[0:64\]'.*one sum of squares per row.*tables\.optimizer\.per_part: true",
         ),
         ({"pinned": {"item[4:8]": 0}}, Splits(2), r"into 3 parts.*autoshard\.splits\.max_parts is 2"),
         ({"pinned": {"item": 0, "item[0:64]": 1}}, Splits(4), "columns in common"),

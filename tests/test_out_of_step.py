@@ -44,7 +44,7 @@ def weights_on_one(rank: int, world_size: int, by_tcp: bool) -> str:
 @pytest.mark.parametrize("by_tcp", [False, True])
 def test_weights_on_one_rank_only_are_said_on_all(by_tcp: bool) -> None:
     for said in run_ranks(weights_on_one, 3, by_tcp, timeout=LIMIT):
-        assert "rank 1 looks ids up with weights, and rank 0 without" in said
+        assert "rank 1 looks up ids with weights, but rank 0 without" in said
 
 
 def one_leaves_a_backward_pass_out(rank: int, world_size: int, ahead: bool) -> str:
@@ -64,7 +64,7 @@ def test_a_rank_that_leaves_a_backward_pass_out_is_named_at_once_on_all(ahead: b
     said = run_ranks(one_leaves_a_backward_pass_out, 2, ahead, timeout=LIMIT)
     assert all("all or none of them call backward() after each" in text for text in said), said
     seen = (
-        "rank 1 looks a batch up, and rank 0 waits for its vectors",
+        "rank 1 looks a batch up, but rank 0 waits for its vectors",
         "rank 0 is in a lookup or a backward pass that rank 1",
     )
     assert all(any(one in text for one in seen) for text in said)

@@ -83,7 +83,7 @@ def test_what_the_slow_link_carries_is_known_on_every_rank(link: Link, tmp_path:
 
 
 def test_where_int8_makes_steps_slower_a_start_says_so() -> None:
-    assert "carries 1,250 MB/s for each rank: coding in int8" in str(remark(INT8, 1250.0))
+    assert "carries 1,250 MB/s for each rank: int8" in str(remark(INT8, 1250.0))
     assert str(remark(INT8, float("inf"))).startswith("Ranks share memory: ")
     assert remark(ExchangeDtypes.model_validate("fp16"), float("inf")) is None
 

@@ -1,1 +1,1 @@
-"""From ids on the rank of their samples to pooled vectors there: the exchanges, and the lookup as a module."""
+"""Turns ids on the rank of their samples into pooled vectors there: the exchanges, and the lookup as a module."""

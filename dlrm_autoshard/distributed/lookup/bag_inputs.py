@@ -1,6 +1,6 @@
-"""Checks the inputs of `ShardedEmbeddingBags`, and puts them in the tables' order, as a batch.
+"""Checks the inputs of `ShardedEmbeddingBags` and turns them into a batch in the tables' order.
 
-batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)         # or of a KeyedJaggedTensor
+batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)         # or a KeyedJaggedTensor
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def features_given(
     optimizer: object,
     sequences: Sequence[str] = (),
 ) -> Features:
-    """Returns the tables with what looks them up; BagsError names what `ShardedEmbeddingBags` cannot be made of."""
+    """Returns the tables with their features; BagsError says why `ShardedEmbeddingBags` cannot be made of them."""
     check_tables(tables)
     for table in tables:
         check_file(table)
@@ -49,28 +49,28 @@ def features_given(
                 f"{what} is {given!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr), Adam(lr) or Frozen()."
             )
     if isinstance(sequences, str):
-        raise BagsError(f"sequences is '{sequences}'; it is a list of names: ['{sequences}'].")
+        raise BagsError(f"sequences is '{sequences}'; it must be a list of names: ['{sequences}'].")
     return Features.of(looked_up, features, sequences)
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:
-    """BagsError where they cannot be in one module."""
+    """Raises BagsError if the tables cannot be in one module."""
     if not tables:
         raise BagsError("there are no tables.")
     names = [table.name for table in tables]
     for number, table in enumerate(tables):
         if table.name in names[:number]:
             raise BagsError(
-                f"two tables are named '{table.name}'. Of features that share a table, give the table once, and their "
-                "names as features={'TABLE': [...]}."
+                f"two tables are named '{table.name}'. If features share a table, give the table once, and the "
+                "features' names as features={'TABLE': [...]}."
             )
 
 
 def features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[str]]) -> list[TableConfig]:
-    """A table under the name of each feature that looks it up; BagsError where names do not fit."""
+    """Returns a table per feature, under the feature's name; BagsError if names do not fit."""
     unknown = sorted(features.keys() - {table.name for table in tables})
     if unknown:
-        raise BagsError(f"features are given of a table '{unknown[0]}', which is not among the tables.")
+        raise BagsError(f"features names a table '{unknown[0]}', which is not among the tables.")
     found = [replace(table, name=name) for table in tables for name in features.get(table.name, [table.name])]
     names = [feature.name for feature in found]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -80,19 +80,19 @@ def features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[s
 
 
 class BagInputs:
-    """Makes batches of what people give `ShardedEmbeddingBags`, checked."""
+    """Makes checked batches of the arguments of `ShardedEmbeddingBags`."""
 
     def __init__(self, tables: Sequence[TableConfig], rank: int, *, check_ids: bool) -> None:
-        """tables: one a feature, under the feature's name."""
+        """tables: one per feature, under the feature's name."""
         self._tables, self._rank = tables, rank
         self._names = [table.name for table in tables]
         self._check = IdCheck(tables, "error", "Fix the ids, or the table's rows.") if check_ids else None
 
     def batch(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Batch:
-        """As `ShardedEmbeddingBags.forward` is given them; BagsError, or what the IdCheck says."""
+        """Makes a batch of `ShardedEmbeddingBags.forward`'s arguments; BagsError, or the IdCheck's DataError."""
         if values_N is None:
             if weights_N is not None:
-                raise BagsError("weights were given beside a KeyedJaggedTensor, which brings its own.")
+                raise BagsError("weights were given beside a KeyedJaggedTensor, which has its own.")
             lengths_TB, values_N, weights_N = self._of_keys(ids)
         else:
             lengths_TB = ids
@@ -107,14 +107,16 @@ class BagInputs:
         if weights_N is not None and weights_N.shape != values_N.shape:
             raise BagsError(f"there are {len(weights_N)} weights for {len(values_N)} ids; each id needs one.")
         if weights_N is not None and any(table.pooling == "mean" for table in self._tables):
-            raise BagsError("weights need tables that are summed (pooling 'sum'): a weighted mean is yours to divide.")
+            raise BagsError("weights need tables with pooling 'sum'; for a weighted mean divide the sums yourself.")
         if weights_N is not None and weights_N.requires_grad and torch.is_grad_enabled():
             raise BagsError(
-                "weights require a gradient, which no rank would bring them back: give weights_N.detach(), or "
-                "multiply the pooled vectors by what is learned."
+                "weights require a gradient, which is not computed: give weights_N.detach(), or multiply the pooled "
+                "vectors by the learned factor."
             )
         if not lengths_TB.numel():
-            raise BagsError("the batch has no samples: every rank looks up at least one, and as many as the others.")
+            raise BagsError(
+                "the batch has no samples: every rank must look up at least one, and as many as the others."
+            )
         lengths_TB = lengths_TB.reshape(len(self._tables), -1)
         samples = lengths_TB.shape[1]
         nothing, no_labels = torch.zeros(samples, 0), torch.zeros(samples)
@@ -126,16 +128,16 @@ class BagInputs:
         return self._check(host, lambda sample: f"sample {sample} of rank {self._rank}'s batch")
 
     def _of_keys(self, ids: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(lengths [T, B], values, weights) of a KeyedJaggedTensor, in the tables' order."""
+        """Returns (lengths [T, B], values, weights) of a KeyedJaggedTensor, in the tables' order."""
         names = self._names
         if not all(hasattr(ids, name) for name in ("keys", "lengths", "values")):
-            raise BagsError("ids are lengths [T, B] and values [N], or one KeyedJaggedTensor.")
+            raise BagsError("ids must be lengths [T, B] and values [N], or a KeyedJaggedTensor.")
         keys = list(ids.keys())
         if sorted(keys) != sorted(names):
             unknown = [key for key in keys if key not in names] or [name for name in names if name not in keys]
             raise BagsError(
-                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Of features "
-                "that share a table, give their names as features={'TABLE': [...]}."
+                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. If features "
+                "share a table, give their names as features={'TABLE': [...]}."
             )
         weights_N = getattr(ids, "weights_or_none", lambda: None)()
         lengths_TB = ids.lengths().reshape(len(keys), -1)

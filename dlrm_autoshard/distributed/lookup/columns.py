@@ -1,8 +1,8 @@
-"""Changes pooled vectors and their gradients column by column, by what each feature's table asks for.
+"""Changes pooled vectors and their gradients column by column, as each feature's table requires.
 
-means = Means.where_needed(features, device, partial=False)      # None: the lookup pools as all tables ask
+means = Means.where_needed(features, device, partial=False)      # None: the lookup pools for all tables
 means.divide_(pooled_BD, batch.lengths_TB); means.divide_(gradient_BD, batch.lengths_TB)
-clipping = Clipping.where_needed(features, optimizer, device)    # None: nothing is cut
+clipping = Clipping.where_needed(features, optimizer, device)    # None: nothing is clipped
 gradient_BD = clipping.cut(gradient_BD, margin)
 """
 
@@ -19,22 +19,22 @@ from dlrm_autoshard.data.features import Features
 
 
 def _features_of_columns(features: Features) -> Tensor:
-    """[D] number of the feature of each column of the pooled output."""
+    """Returns the feature number [D] of each column of the pooled output."""
     order = features.output_order()
     dims = torch.tensor([features.features[i].embedding_dim for i in order], dtype=torch.int64)
     return torch.tensor(order, dtype=torch.int64).repeat_interleave(dims)
 
 
 def _within(vectors_BD: Tensor, margin: tuple[int, int]) -> Tensor:
-    """A view without the margin: columns before and after the vectors."""
+    """Returns a view without the margin of columns before and after the vectors."""
     return vectors_BD[:, margin[0] : vectors_BD.shape[1] - margin[1]]
 
 
 class Means:
-    """Divides the sums of bags by their lengths, where only some tables average, or bags are on several ranks."""
+    """Divides sums of bags by their lengths, if only some tables average, or bags are spread over ranks."""
 
     def __init__(self, features: Features, device: torch.device, replicated: Collection[str] = ()) -> None:
-        """replicated: tables whose copies divide by themselves."""
+        """replicated: tables whose copies divide themselves."""
         self._feature_of_D = _features_of_columns(features).to(device)
         averages = [[t.pooling == "mean" and t.name not in replicated] for t in features.tables]
         self._averages_F1 = torch.tensor([averages[table] for table in features.table_of]).to(device)
@@ -43,14 +43,14 @@ class Means:
     def where_needed(
         features: Features, device: torch.device, replicated: Collection[str] = (), *, partial: bool
     ) -> Means | None:
-        """partial: some table is split by rows, so that no lookup knows a bag's whole length."""
+        """Returns Means if needed. partial: some table is split by rows, so no lookup knows whole bags' lengths."""
         poolings = {table.pooling for table in features.tables if table.name not in replicated}
         needed = len(poolings) > 1 or (partial and "mean" in poolings)
         return Means(features, device, replicated) if needed else None
 
     def divide_(self, vectors_BD: Tensor, lengths_FB: Tensor, margin: tuple[int, int] = (0, 0)) -> Tensor:
-        """In place, pooled vectors in the output order, or gradients of them, by the lengths of their bags; empty bags
-        stay zero. margin: columns before and after the vectors, which are left as they are."""
+        """Divides pooled vectors in output order, or their gradients, in place by the bags' lengths; empty bags stay
+        zero. margin: columns before and after, which stay as they are."""
         lengths_FB = lengths_FB.to(vectors_BD.device, non_blocking=True)
         divisor_BF = torch.where(self._averages_F1, lengths_FB.clamp(min=1), 1).T.float()
         _within(vectors_BD, margin).div_(divisor_BF.index_select(1, self._feature_of_D))
@@ -58,12 +58,13 @@ class Means:
 
 
 class Clipping:
-    """Cuts gradients, number by number, where their tables' optimizer has a `max_gradient`: on the rank that looked up,
-    of the gradient of all ranks' loss, before it is divided where bags are averaged, and before it travels. So no plan
-    changes what is cut."""
+    """Clips gradients elementwise for tables whose optimizer has a `max_gradient`.
+
+    It clips on the rank that looked up, the gradient of all ranks' loss, before division by bag lengths and before
+    sending, so that no plan changes the result."""
 
     def __init__(self, features: Features, default: TableOptimizerConfig, device: torch.device) -> None:
-        """default: the optimizer of tables without one of their own."""
+        """default: the optimizer of tables without their own."""
         tables = [features.tables[table] for table in features.table_of]
         most = [(table.optimizer or default).max_gradient or math.inf for table in tables]
         self._most_D = torch.tensor(most)[_features_of_columns(features)].to(device)
@@ -71,17 +72,17 @@ class Clipping:
 
     @staticmethod
     def where_needed(features: Features, default: TableOptimizerConfig, device: torch.device) -> Clipping | None:
-        """Returns None where no optimizer has a `max_gradient`."""
+        """Returns None if no optimizer has a `max_gradient`."""
         made = Clipping(features, default, device)
         return None if made._most_D.isinf().all() and all(map(math.isinf, made._of_sequence)) else made
 
     def cut(self, gradient_BD: Tensor, margin: tuple[int, int]) -> Tensor:
-        """gradient_BD: in the output order, with margins, which are left as they are."""
+        """Clips a copy. gradient_BD: in output order, with margins, which stay as they are."""
         cut = gradient_BD.clone()
         within = _within(cut, margin)
         torch.clamp(within, -self._most_D, self._most_D, out=within)
         return cut
 
     def cut_sequences(self, gradients: list[Tensor]) -> list[Tensor]:
-        """gradients: of each sequence's vectors, in the order of the features."""
+        """Clips the gradients of each sequence's vectors, in the order of the features."""
         return [own.clamp(-most, most) for own, most in zip(gradients, self._of_sequence, strict=True)]

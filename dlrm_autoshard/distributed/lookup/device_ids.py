@@ -1,7 +1,7 @@
-"""As id_distribution.py, on a GPU: the host never waits for the device.
+"""Does the work of id_distribution.py on a GPU, where the host never waits for the device.
 
-How many ids go where is counted on the host, before the batch is copied, and told to the owners by gloo; so every size
-is known when its transfer is queued. Axes: T tables, B samples a rank, W ranks, N ids.
+The host counts ids per owner before the batch is copied and sends the counts by gloo, so every size is known when its
+transfer is queued. Axes: T tables, B samples per rank, W ranks, N ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, note_of
 
 
 class DeviceIdDistribution:
-    """batch: lengths_TB and values_N in host memory (from a device's, the lengths are read back first)."""
+    """Sends a batch's ids from a GPU. batch: lengths_TB and values_N in host memory (a device's lengths are read
+    back)."""
 
     def __init__(self, exchange: Exchange, batch: Batch, streams: SideStreams) -> None:
         self._exchange, self._streams, self._batch_size = exchange, streams, batch.padded_size
@@ -28,7 +29,7 @@ class DeviceIdDistribution:
         if e.world_size > 1:
             counts_T = batch.lengths_TB.cpu().sum(1)[e.owners_order]
             self._leaving = [int(counts_T[first:end].sum()) for first, end in e.table_ranges]
-            self._counting = e.send_lengths(counts_T, 1, note_of(batch, counts_T))  # host tensors: by gloo
+            self._counting = e.send_lengths(counts_T, 1, note_of(batch, counts_T))  # host tensors, by gloo
         with streams.travel():
             if e.send_order is not None:
                 self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
@@ -38,7 +39,7 @@ class DeviceIdDistribution:
                 self._lengths_pending = e.send_lengths(self._lengths, self._batch_size)
 
     def send_values(self) -> None:
-        """Waits for the other hosts' counts, not for any device."""
+        """Sends the ids; waits for the other hosts' counts, but for no device."""
         e = self._exchange
         if e.world_size == 1:
             return

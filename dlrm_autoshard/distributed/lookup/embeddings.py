@@ -1,4 +1,4 @@
-"""Embedding tables sharded by tables and columns: each rank looks its shards up for all samples, and updates them.
+"""Embedding tables sharded over ranks: each rank looks up its shards for all ranks' samples, and updates them.
 
 ids = embeddings.distribute(batch).finish()
 local = embeddings.lookup(ids)                               # [W * B, D_local]
@@ -39,10 +39,10 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class ShardedEmbeddings:
-    """All tables of the model, of which this rank owns the shards `plan.tables_on(rank)`.
+    """All tables of the model; this rank owns the shards `plan.tables_on(rank)`.
 
-    The live plan is here, identical on every rank, and the exchange under it. tables: those that it places. replicas:
-    the others, if there are any, of which every rank has a copy.
+    Holds the live plan, equal on every rank, and the exchange under it. tables: those that the plan places. replicas:
+    the others, if any, which are copied to every rank.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ShardedEmbeddings:
         rows_once: bool | None = False,
         dedup: Collection[str] | None = (),
     ) -> None:
-        """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
-        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. tables: with
-        what looks them up, where features share some. replicated: in no plan. rows_once: None: by the first batch.
-        dedup: tables whose pooled features send each id once (dedup.py). None: by the first batch."""
+        """shared_memory: use it for exchanges if all ranks are on one host. initial_values: False if a checkpoint will
+        be loaded. storage, streams: default the device's. tables: as Features if some share a table. replicated: tables
+        outside the plan. rows_once: None: decided by the first batch. dedup: tables whose pooled features send each
+        distinct id once (dedup.py); None: decided by the first batch."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
         self.config, self.rank, self.device = config, rank, device
@@ -77,7 +77,7 @@ class ShardedEmbeddings:
         self.rows_once = RowsOnce(self.features, rows_once, id_group, in_memory=self._link is not None)
         self.carried = mb_per_s(id_group) if self._link is None and device.type == "cpu" else float("inf")
         self.dedup = Dedup(self.features, dedup, group, device)
-        self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
+        self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive rebuilding
         self.learning_rate = config.optimizer.lr
         counts = self.features.counts
         shared = counts if max(counts.values()) > 1 else None
@@ -99,22 +99,22 @@ class ShardedEmbeddings:
 
     @property
     def replicated(self) -> tuple[TableConfig, ...]:
-        """Tables of which every rank has a copy, and that no plan places."""
+        """Tables copied to every rank, outside the plan."""
         return () if self.replicas is None else self.replicas.tables
 
     @property
     def output_tables(self) -> tuple[TableConfig, ...]:
-        """Returns each feature's table, in the order of the pooled output's columns, under the feature's name."""
+        """The table of each feature, under the feature's name, in the order of the pooled output's columns."""
         return tuple(self.features.features[i] for i in self.features.output_order())
 
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:
-        """This rank's shards, in the order of its lookup: whole tables, and parts as tables of their own."""
+        """This rank's shards in the order of its lookup; column and row shards are tables of their own."""
         return self.exchange.local_shards
 
     @property
     def local_lookups(self) -> tuple[TableConfig, ...]:
-        """The same, each as often as it has features."""
+        """This rank's shards, each once per feature."""
         return self.exchange.local_lookups
 
     @property
@@ -123,11 +123,11 @@ class ShardedEmbeddings:
 
     @property
     def local_dim(self) -> int:
-        """Sum of the dims of the shards this rank owns."""
+        """Sum of the dims of this rank's shards."""
         return self.exchange.local_dim
 
     def adopt(self, plan: ShardingPlan) -> None:
-        """Makes `plan` the live one. The bytes of arriving shards must lie in `storage.tensors(name)` already."""
+        """Makes `plan` the live one. `storage.tensors(name)` must already hold arriving shards."""
         self.check(plan)
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
@@ -139,17 +139,17 @@ class ShardedEmbeddings:
         self.means = Means.where_needed(
             self.features, self.device, self._replicated, partial=bool(plan.row_split_tables)
         )
-        """Divides pooled vectors and their gradients, for the caller."""
+        """For the caller, to divide pooled vectors and their gradients."""
         self.storage.hold([shard.name for shard in self.local_shards], sums=self.means is not None)
         self.storage.set_updates(self.updates)
         self.set_learning_rate(self.learning_rate)
 
     def check(self, plan: ShardingPlan) -> None:
-        """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
+        """Raises PlanError if the plan is of other tables, or splits some whose optimizer state does not allow it."""
         shard_tables(self.tables, plan)
         if refused := self.features.sequence_table_names.intersection(plan.row_split_tables):
             raise PlanError(
-                f"the plan splits table '{min(refused)}' by rows, and a sequence looks it up, which needs all "
+                f"the plan splits table '{min(refused)}' by rows, but a sequence looks it up, which needs all "
                 "rows on one rank. Split it by columns, or set autoshard.splits.rows: never."
             )
         for dtype in {self.exchange_dtype.vectors, self.exchange_dtype.gradients}:
@@ -158,19 +158,19 @@ class ShardedEmbeddings:
         whole = [name for name in plan.column_split_tables if not tables[name].may_split(others)]
         if whole:
             raise PlanError(
-                f"the plan splits table '{whole[0]}' by columns, and row-wise Adagrad "
-                "keeps one sum of squares a row over all columns. Set tables.optimizer.per_part: true for a sum a row "
-                "and part, which is another optimizer; or use adagrad, or a plan that splits no columns."
+                f"the plan splits table '{whole[0]}' by columns, but row-wise Adagrad keeps one sum of squares per row "
+                "over all columns. Set tables.optimizer.per_part: true for a sum per row and shard, which is another "
+                "optimizer; or use adagrad, or a plan without column shards."
             )
 
     def distribute(self, batch: Batch) -> IdDistribution | DeviceIdDistribution:
-        """Sends the batch's ids, which are in host memory, on their way to the owners."""
+        """Starts sending the batch's ids, which are in host memory, to the owners."""
         if self.streams is not None:
             return DeviceIdDistribution(self.exchange, batch, self.streams)
         return IdDistribution(self.exchange, batch)
 
     def dense_on_device(self, batch: Batch) -> Batch:
-        """Dense features and labels on their way to the device; ids stay, for `distribute`."""
+        """Starts copying dense features and labels to the device; ids stay for `distribute`."""
         if self.streams is None:
             return batch
         loss_weights_B = None if batch.loss_weights_B is None else self.streams.copy(batch.loss_weights_B)
@@ -179,21 +179,20 @@ class ShardedEmbeddings:
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches' ids are brought to their owners before the first is looked up: on a GPU one more, so that
-        its rows can be fetched to the device while the one before it is computed."""
+        """Number of batches whose ids are sent before the first is looked up: 2 on a GPU, so that a batch's rows can be
+        fetched to the device while the one before is computed."""
         return 1 if self.streams is None else 2
 
     def prefetch(self, ids: LocalIds) -> None:
-        """Brings rows that lie in host memory to the device, beside what is computed there. Of the ids that the next
-        training lookup has."""
+        """Fetches rows of the next training lookup's ids from host memory to the device, beside its computation."""
         self.storage.prefetch(ids.values_N, ids.offsets)
 
     def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
-        """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
-        gradient function when training. With sequences, those of the tables without them: see sequences.py."""
+        """Returns pooled vectors [W * B, D_local] of the local tables for the global batch; when training, their
+        gradient function is the fused update. Tables with sequences are excluded: see sequences.py."""
         ids = self.sequences.fused(ids)
         if not self.storage.lookups:
-            self.updates += training  # a rank without tables counts too: it may be given some
+            self.updates += training  # also counts on a rank without tables, which may get some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
         pooled = self.storage.look_up(ids.values_N, ids.offsets, ids.weights_N, training=training)
         if training:
@@ -203,8 +202,8 @@ class ShardedEmbeddings:
         return pooled
 
     def update(self, lookup: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Fused backward and optimizer step of the local tables. lookup: what `lookup` gave, or its gradient edge.
-        gradient: as the exchange brought it."""
+        """Runs fused backward and optimizer step of the local tables. lookup: the result of `lookup`, or its gradient
+        edge. gradient: as it arrived by the exchange."""
         if self.local_dim:
             torch.autograd.backward(lookup, self.exchange.as_gradient(gradient))
 
@@ -215,7 +214,7 @@ class ShardedEmbeddings:
         self.storage.set_learning_rate(lr)
 
     def take_back_lookup(self) -> None:
-        """As if the last training lookup had not been: no update will follow it."""
+        """Undoes the count of the last training lookup, which no update will follow."""
         self.storage.take_back_lookup()
         self.set_updates(self.updates - 1)
 

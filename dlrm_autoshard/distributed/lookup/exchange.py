@@ -1,9 +1,8 @@
-"""Exchanges between ranks in a step: pooled vectors from the tables' owners, gradients back to them, ids to them.
+"""A step's exchanges between ranks: ids to the tables' owners, pooled vectors back, gradients to the owners.
 
-Vectors need no packing: the owner's lookup computes the whole global batch, so the rows for one rank are contiguous
-already. On arrival one `index_select` puts them in the output order, which no plan changes: that is why placement
-cannot change a single bit of the model. Of a table that is split by rows, partial sums arrive, and are added up in the
-order of rows.
+Vectors need no packing: an owner's lookup computes the whole global batch, so the rows for one rank are contiguous. On
+arrival one `index_select` puts them in the output order, which is independent of the plan; that is why placement cannot
+change a bit of the model. Row shards' partial sums are added in the order of rows.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from dlrm_autoshard.distributed.lookup.shared_memory import Put, SharedMemory
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 
-# Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
+# Axes: B samples per rank, W ranks, D embedding dims. id_distribution.py describes how ids are packed.
 
 Margin = tuple[int, int]
-"""Columns left free before and after the pooled vectors, for the model to fill."""
+"""Columns left free before and after the pooled vectors for the model to fill."""
 
 
 def with_margin(pooled_BD: Tensor, margin: Margin, into: Tensor | None = None) -> Tensor:
-    """[B, margin + D + margin], anything in the margins. Its gradient is a view. into: memory for it."""
+    """Returns [B, margin + D + margin] with uninitialized margins; its gradient is a view. into: memory to use."""
     if into is not None:
         into[:, margin[0] : into.shape[1] - margin[1]] = pooled_BD
         return into
@@ -43,13 +42,13 @@ def with_margin(pooled_BD: Tensor, margin: Margin, into: Tensor | None = None) -
 
 
 def without_margin(output: Tensor, margin: Margin) -> Tensor:
-    """[B, D], contiguous."""
+    """Returns [B, D], contiguous."""
     before, after = margin
     return output[:, before : output.shape[1] - after].contiguous()
 
 
 class Pending:
-    """A collective on its way. `wait()` gives what arrived, as often as it is asked."""
+    """A collective in progress. `wait()` returns what arrived, also when called again."""
 
     def __init__(self, finish: Callable[[], object] | None, result: Tensor, *kept_alive: Tensor) -> None:
         self._finish, self.result, self._kept_alive = finish, result, kept_alive
@@ -63,9 +62,10 @@ class Pending:
 
 @dataclass
 class Exchange:
-    """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
+    """Who sends what to whom under one plan. Made again when the plan changes; holds no rows.
 
-    empty: memory for what arrives, of a tensor's type and so many elements. replicated: tables that are not the plan's,
+    empty: allocates memory for arriving data, given a tensor and a number of elements. replicated: tables copied to
+    every rank, whose output columns are left free. packs_ids: send ids in few bytes, for slow networks.
     because every rank has them: their columns of the output are left free. packs_ids: where the network is slow.
     """
 
@@ -89,7 +89,7 @@ class Exchange:
         by_table = [shards_of.get(table.name, ()) for table in self.features.tables]
         pooled, table_of = self.features.output_order(), self.features.table_of
         order = self.features.lookup_order() if self.features.sequences else pooled
-        # A lookup takes the features of one shard side by side, as fbgemm wants them, and shards of one format.
+        # A lookup needs features of one shard side by side (fbgemm), and shards of one format together.
         features_of = dict[int, list[int]]()
         for feature in order:
             features_of.setdefault(table_of[feature], []).append(feature)
@@ -100,9 +100,9 @@ class Exchange:
         self.owned = owned = [
             [(s, f) for s, f in looked_up if rank_of[s.name] == rank] for rank in range(self.world_size)
         ]
-        """Each rank's lookups: the shard, and the feature's number."""
+        """Each rank's lookups: (shard, feature number)."""
         self.local_lookups = tuple(shard for shard, _ in owned[self.rank])
-        """The shard of each feature that this rank looks up, in the order of its lookup."""
+        """The shard of each of this rank's lookups, in order."""
         self.local_shards = tuple(dict.fromkeys(self.local_lookups))
         self.num_local = len(self.local_lookups)
         ends = list(itertools.accumulate(map(len, owned), initial=0))
@@ -110,22 +110,22 @@ class Exchange:
         """Each rank's range in `owners_order`."""
         self.row_ranges = RowRanges(self.features, self.plan)
         self.owners_order = [self.row_ranges.number(feature, shard) for own in owned for shard, feature in own]
-        """Number of the feature whose ids each lookup takes: a split table's go to the owner of each part."""
-        self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
+        """Number of the feature whose ids each lookup takes; ids go to the owner of every column shard."""
+        self.send_order: Tensor | None = None  # None if the batch is already in the owners' order
         if self.owners_order != list(range(len(self.row_ranges.tables))):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
         self._each_once = sorted(self.owners_order) == list(range(len(self.row_ranges.tables)))
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
-        """Order that turns arrivals rank by rank into each lookup's."""
+        """Order that turns rank-major arrivals into lookup-major ones."""
         self.is_pooled = is_pooled = frozenset(pooled)
         self.dims = [sum(shard.embedding_dim for shard, f in own if f in is_pooled) for own in owned]
         self.total_dim = sum(self.dims)
         self.packing = IdPacking.of(self.row_ranges.tables) if self.packs_ids else None
-        dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
+        dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # a single rank rounds nothing
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         self.wires = self._vectors, self._gradients
-        # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
+        # Output order, in chunks as wide as all shards' dims allow: where each chunk lies among the arriving ones.
         self.chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *itertools.chain(*by_table))))
         first_chunk = dict[tuple[str, int], int]()
         for own in owned:
@@ -139,7 +139,7 @@ class Exchange:
         self.width = ends[-1] // self.chunk
         where = list[tuple[int, int, int, int, int]]()
         for feature, first in zip(pooled, ends, strict=False):
-            sums = Counter[int]()  # of each chunk of the output, the parts of rows so far, which are added up in turn
+            sums = Counter[int]()  # row shards added so far to each output chunk, in order
             for shard in by_table[table_of[feature]]:
                 owner, begins = rank_of[shard.name], (first + shard.columns[0]) // self.chunk
                 base, stride = starts[owner] // self.chunk, self.dims[owner] // self.chunk
@@ -149,10 +149,10 @@ class Exchange:
                     sums[begins + chunk] += 1
         where.sort(key=lambda chunk: (chunk[0], chunk[-1]))
         self.sums = [len(list(same)) for _, same in itertools.groupby(turn for turn, *_ in where)]
-        """Chunks of the output that are a sum of at least one part of rows, two, ..."""
+        """Numbers of output chunks with at least one term, two terms, ..."""
         columns = [column for *_, column, _ in where]
         self._as_looked_up = self.world_size == 1 and len(self.sums) < 2 and columns == sorted(columns)
-        """One rank's lookup gives the output as it is."""
+        """A single rank's lookup is the output as it is."""
         self.where = torch.tensor([chunk[1:] for chunk in where], dtype=torch.int64, device=self.device).view(-1, 4).T
 
     @property
@@ -160,13 +160,13 @@ class Exchange:
         return self.dims[self.rank]
 
     def ids_sent(self, batch: Batch) -> int:
-        """Ids that one batch sends, by `row_ranges`: those of a table that is split by columns once a part."""
+        """Returns the number of ids that a batch sends, split by `row_ranges`; once per column shard."""
         if self._each_once:
             return batch.values_N.numel()
         return int(batch.lengths_TB.sum(1)[self.owners_order].sum())
 
     def send_pooled(self, local: Tensor) -> Pending:
-        """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""
+        """Sends this rank's vectors, local [W * B, D_local]; they arrive as rank-major blocks (`in_output_order`)."""
         local, batch_size = local.detach(), local.shape[0] // self.world_size
         if self.world_size == 1 or not self.total_dim:
             return Pending(None, local[:batch_size])
@@ -174,9 +174,9 @@ class Exchange:
         return self.all_to_all("vectors", self.empty(sent, sum(each)), sent, each, own)
 
     def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
-        """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything.
-        into: memory for it."""
-        if not self.total_dim:  # sequences travel, and nothing that is pooled
+        """Returns [B, margin + D + margin] float32 in output order from the arrived vectors; margins uninitialized.
+        into: memory to use."""
+        if not self.total_dim:  # only sequences travel
             return with_margin(arrived.new_empty(len(arrived), self.width * self.chunk), margin, into)
         if self._as_looked_up:
             return with_margin(arrived, margin, into) if any(margin) or into is not None else arrived
@@ -198,7 +198,7 @@ class Exchange:
         return decoded if into is None else into.copy_(decoded)
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
-        """Gradients of the pooled output, as `in_output_order` gave it, to the owners; see `as_gradient`."""
+        """Sends gradients of the pooled output to the owners (`as_gradient`)."""
         if self._as_looked_up:
             return Pending(None, without_margin(gradient_BD, margin))
         if not self.total_dim:
@@ -220,24 +220,24 @@ class Exchange:
         )
 
     def _splits(self, wire: Wire, batch_size: int) -> tuple[list[int], list[int]]:
-        """Elements of the own tables' vectors for each rank, and of each rank's tables for this one."""
+        """Returns the elements of own vectors for each rank, and of each rank's vectors for this one."""
         own = [wire.size(batch_size * self.local_dim)] * self.world_size
         return own, [wire.size(batch_size * dim) for dim in self.dims]
 
     def as_gradient(self, arrived: Tensor) -> Tensor:
-        """[W * B, D_local] float32, from what `send_gradients` brought."""
+        """Returns [W * B, D_local] float32 from the arrived gradients."""
         if not self.local_dim:
             return arrived.float()
         samples = arrived.numel() // self._gradients.size(self.local_dim)
         return self._gradients.decode(arrived, shares=samples).view(samples, -1)
 
     def ends_inside_a_chunk(self, margin: Margin) -> bool:
-        """Whether a margin ends inside a chunk, so that chunks cannot be put around it."""
+        """Returns whether a margin is not a multiple of the chunk, so that chunks cannot be placed around it."""
         return any(columns % self.chunk for columns in margin)
 
     def send_lengths(self, lengths: Tensor, batch_size: int, note: Tensor | None = None) -> Pending:
-        """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]. note: to every rank before
-        them, of their type: arrives as [W, len(note) + T_local * B]."""
+        """Sends bag lengths [T, B] in `owners_order` to the owners; they arrive as [W, T_local, B], flat. note: sent to
+        every rank in front of them, with their dtype: [W, len(note) + T_local * B]."""
         note = lengths.new_empty(0) if note is None else note
         flat, extra = lengths.reshape(-1), len(note)
         own = [flat[first * batch_size : end * batch_size] for first, end in self.table_ranges]
@@ -252,9 +252,10 @@ class Exchange:
     def all_to_all(
         self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
     ) -> Pending:
-        """Through shared memory where all ranks are on one host, else through the process group.
+        """Exchanges through shared memory if all ranks are on one host, else through the process group.
 
-        One-dimensional, splits in elements, by rank. sent: by rank too, or what writes a rank's part."""
+        Tensors are one-dimensional; splits in elements, by rank. sent: by rank, or a function that writes a rank's
+        part."""
         if self.link is not None:
             return Pending(self.link.all_to_all(channel, received, sent, receive_splits, send_splits), received)
         if not isinstance(sent, Tensor):
@@ -267,7 +268,7 @@ class Exchange:
         return Pending(work.wait, received, sent)  # type: ignore[union-attr, unused-ignore]
 
     def _layout(self, batch_size: int, margin: Margin) -> _Layout:
-        """Two batch sizes occur in a run, so both are kept."""
+        """Caches the layouts of the few batch sizes that occur in a run."""
         key = (batch_size, margin)
         if key not in self._layouts:
             base, stride, column, places = self.where
@@ -292,8 +293,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class _Layout:
-    """index: which chunk of what arrives each chunk of the output takes. rows: for each rank, which chunks of the
-    output are its tables'. more: places in the output, and the chunks of what arrives that are added there."""
+    """index: which arriving chunk goes to each output chunk. rows: for each rank, the output chunks of its tables.
+    more: output chunks, and the arriving chunks to add to them."""
 
     index: Tensor
     rows: list[Tensor]

@@ -1,7 +1,7 @@
-"""One batch's ids on their way to the tables' owners: lengths first, then ids, whose number the lengths tell.
+"""Sends one batch's ids to the tables' owners: lengths first, which give the number of ids.
 
-ids = IdDistribution(exchange, batch)        # lengths are on their way
-ids.send_values()                            # so are the ids; may be left to `finish`
+ids = IdDistribution(exchange, batch)        # sends lengths
+ids.send_values()                            # sends ids; `finish` does it otherwise
 local = ids.finish()                         # LocalIds: this rank's tables, the whole global batch
 """
 
@@ -17,16 +17,16 @@ from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
 from dlrm_autoshard.distributed.lookup.id_messages import send_ids, table_major
 from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, all_pack, note_of
 
-# Axes: T tables, B samples a rank, W ranks, N ids.
+# Axes: T tables, B samples per rank, W ranks, N ids.
 
 
 @dataclass(frozen=True)
 class LocalIds:
-    """Ids of the shards this rank owns, for the whole global batch, as fbgemm takes them: table-major bags."""
+    """Ids of this rank's shards for the whole global batch, in fbgemm's layout: table-major bags."""
 
     values_N: Tensor
     offsets: Tensor  # [T_local * W * B + 1]
-    batch_size: int  # B, of one rank
+    batch_size: int  # B, per rank
     weights_N: Tensor | None = None
 
 

@@ -1,6 +1,6 @@
-"""How ids lie on their way to their tables' owners.
+"""Sends ids to their tables' owners and puts arriving ones in lookup order.
 
-pending = send_ids(exchange, "values", values_N, counts, arriving, packing)      # packing: in few bytes
+pending = send_ids(exchange, "values", values_N, counts, arriving, packing)      # packing: into fewer bytes
 values_N = table_major(exchange, pending.wait(), arriving, packing, torch.int32)
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
 from dlrm_autoshard.distributed.lookup.packed_ids import IdPacking
 
-# Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and
-# from where they arrive straight into the owner's order.
+# Ids are copied by table (a table's ids are contiguous), from the batch straight to the send buffer, and from the
+# receive buffer straight into the owner's order.
 
 
 def send_ids(
@@ -26,8 +26,8 @@ def send_ids(
     arriving: Sequence[Sequence[int]],
     packing: IdPacking | None = None,
 ) -> Pending:
-    """Sends one number an id to the owners of the ids' tables. counts: of each feature's ids; arriving: of each rank's
-    ids for each lookup of this one."""
+    """Sends a number per id to the owners of the ids' tables. counts: ids of each feature; arriving: ids from each rank
+    for each of this rank's lookups."""
     by_table = of_ids_N.split(list(counts))
     features = [exchange.owners_order[first:end] for first, end in exchange.table_ranges]
     sent = [[by_table[i] for i in own] for own in features]
@@ -51,7 +51,7 @@ def table_major(
     packing: IdPacking | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Returns each lookup's ids in turn, from what `send_ids` brought, rank by rank. dtype: of the ids."""
+    """Turns the rank-major arrivals of `send_ids` into the lookups' order. dtype: of the ids."""
     lookups, counts = exchange.num_local, [count for each in arriving for count in each]
     if packing is not None:
         first, end = exchange.table_ranges[exchange.rank]

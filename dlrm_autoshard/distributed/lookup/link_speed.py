@@ -1,7 +1,7 @@
-"""Measures once what the network carries for each rank: whether bytes are worth saving by computing.
+"""Measures the network's speed per rank once, to decide whether saving bytes is worth computing.
 
 carried = mb_per_s(group)                    # collective; the same on all ranks
-remark(dtypes, carried)                      # a sentence where int8 makes steps slower there, or None
+remark(dtypes, carried)                      # a sentence if int8 makes steps slower at that speed, else None
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from dlrm_autoshard.config import ExchangeDtypes
 
 SLOW_FOR_IDS = 200.0
-"""MB/s of a rank, below which packing ids saves time: 12,288 ids of one-id bags take 0.3 ms of a core, and 60 kB."""
+"""MB/s per rank below which packing ids saves time: 12,288 ids of one-id bags take 0.3 ms of a core, and 60 kB."""
 SLOW_FOR_INT8 = 600.0
-"""MB/s of a rank, below which coding vectors in int8 saves time over fp16: a number takes 1.4 ns more, for a byte."""
+"""MB/s per rank below which int8 vectors save time over fp16: encoding takes 1.4 ns per number, and saves a byte."""
 PROBE_BYTES, ROUNDS = 1 << 20, 5
-"""Sent by each rank in a round, and rounds: 40 ms in all at 1 Gbit/s for two ranks a host."""
+"""Bytes that each rank sends per round, and rounds: 40 ms in all at 1 Gbit/s with two ranks per host."""
 
 
 def mb_per_s(group: dist.ProcessGroup) -> float:
-    """Returns what the slowest rank can send to the others while all do, in the fastest of a few rounds; infinite for
-    one rank alone."""
+    """Returns the MB/s that the slowest rank can send while all do, in the fastest of a few rounds; infinite for one
+    rank."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return float("inf")
@@ -40,11 +40,11 @@ def mb_per_s(group: dist.ProcessGroup) -> float:
 
 
 def remark(dtypes: ExchangeDtypes, carried: float) -> str | None:
-    """Returns a sentence for people where int8 makes steps slower. carried: MB/s of a rank."""
+    """Returns a sentence if int8 makes steps slower, else None. carried: MB/s per rank."""
     if "int8" not in (dtypes.vectors, dtypes.gradients) or carried <= SLOW_FOR_INT8:
         return None
     link = "Ranks share memory" if carried == float("inf") else f"The network carries {carried:,.0f} MB/s for each rank"
     return (
-        f"{link}: coding in int8 (train.exchange_dtype) takes longer there than it saves, below about "
-        f"{SLOW_FOR_INT8:,.0f} MB/s it pays. fp16 is faster."
+        f"{link}: int8 (train.exchange_dtype) takes longer to encode than it saves; it pays below about "
+        f"{SLOW_FOR_INT8:,.0f} MB/s. fp16 is faster."
     )

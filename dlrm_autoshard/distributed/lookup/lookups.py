@@ -1,8 +1,8 @@
-"""Looks vectors up in two halves, between which other work runs: vectors travel forward, gradients backward.
+"""Looks up vectors in two halves with other work in between: vectors travel forward, gradients backward.
 
-for batch, ids in bags.ahead(batches, lambda batch: batch):    # its ids travel while the batch before is trained
-    lookup = bags.look_up(ids)                   # on every rank; looks up and sends, and returns at once
-    pooled_BD = lookup.wait(); loss.backward()   # gradients travel back to the owners, whose tables are updated
+for batch, ids in bags.ahead(batches, lambda batch: batch):    # sends its ids while the batch before is trained
+    lookup = bags.look_up(ids)                   # on every rank; looks up, sends, and returns at once
+    pooled_BD = lookup.wait(); loss.backward()   # gradients travel back to the owners, which update their tables
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ AnyBatch = TypeVar("AnyBatch")
 
 
 class SentIds:
-    """A batch's ids on their way to the tables' owners, or there. Those that reached former owners are sent again."""
+    """A batch's ids, not sent, in progress, or with the tables' owners. Sent again if tables have moved since."""
 
     def __init__(self, batch: Batch, embeddings: ShardedEmbeddings) -> None:
         self.batch, self.embeddings = batch, embeddings
         self.asked = embeddings.dedup.asked(embeddings.rows_once.asked(batch), embeddings.exchange)
         self.looked_up: Callable[[], None] | None = None
-        """Called once, when vectors are on their way, and there is time for something else."""
+        """Called once when vectors are on their way, to do other work."""
         self._on_the_way: IdDistribution | DeviceIdDistribution | None = None
         self._arrived: LocalIds | None = None
         self._plan: ShardingPlan | None = None
 
     @property
     def arrived(self) -> LocalIds | None:
-        """None where they have not, or tables have moved since."""
+        """The arrived ids; None if they have not arrived, or tables have moved since."""
         return self._arrived if self._plan is self.embeddings.plan else None
 
     def start(self) -> None:
@@ -54,12 +54,12 @@ class SentIds:
         self._on_the_way = self.embeddings.distribute(self.asked.sent)
 
     def send_values(self) -> None:
-        """Once after `start`, where there is something else to do before `finish`."""
+        """Sends the ids after `start`, if there is other work before `finish`."""
         if self._on_the_way is not None:
             self._on_the_way.send_values()
 
     def finish(self) -> LocalIds:
-        """Waits until they are with the owners under the live plan."""
+        """Waits until the owners under the live plan have the ids."""
         while (arrived := self.arrived) is None:
             if self._on_the_way is None:
                 self.start()
@@ -69,10 +69,10 @@ class SentIds:
 
 
 class EmbeddingBags(nn.Module):
-    """Tables that lie on the ranks, as one module for any training loop: `loss.backward()` updates them.
+    """Tables on the ranks as one module for any training loop: `loss.backward()` updates them.
 
-    plan: the live one. replicas: the tables of which every rank has a copy. overlap: whether what travels is waited for
-    late. Called on every rank, with as many samples on each.
+    plan: the live one. replicas: tables copied to every rank. overlap: wait late for what travels. Call on every rank,
+    with equally many samples.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class EmbeddingBags(nn.Module):
         overlap: bool = True,
         columns: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """average: the loss is the mean over this rank's samples, so gradients are averaged over ranks, as DDP does;
+        """average: the loss is the mean over this rank's samples, and gradients are averaged over ranks like DDP;
         False: it is this rank's share of the mean over all samples, and they are summed. overlap: False waits for each
-        transfer where it starts. columns: the output's column of each wanted one, and the inverse; None: those of
+        transfer where it starts. columns: the output's column for each wanted one, and the inverse; None: the order of
         `sharded.output_tables`."""
         super().__init__()
         self.sharded, self.clock, self.device, self.replicas = sharded, clock, sharded.device, sharded.replicas
         self.average, self.overlap, self.columns = average, overlap, columns
-        self._ahead: SentIds | None = None  # on their way
+        self._ahead: SentIds | None = None  # in progress
         self._heard: list[Callable[[LocalIds, int], None]] = []
 
     @property
@@ -100,7 +100,7 @@ class EmbeddingBags(nn.Module):
 
     @property
     def table_lr(self) -> float:
-        """The fused optimizer's learning rate; set it between steps."""
+        """The fused optimizer's learning rate. Set it between steps."""
         return self.sharded.learning_rate
 
     @table_lr.setter
@@ -109,30 +109,31 @@ class EmbeddingBags(nn.Module):
 
     @property
     def overlaps(self) -> bool:
-        """False in sampled steps, so that each stage's time is its own."""
+        """Whether transfers overlap other work; False in sampled steps, which time each stage by itself."""
         return self.overlap and not self.clock.sampled
 
     def on_lookup(self, listener: Callable[[LocalIds, int], None]) -> None:
-        """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
+        """Calls `listener(ids, B)` at each training lookup with the ids that reached this rank; B samples per rank."""
         self._heard.append(listener)
 
     def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor | Looked:
-        """[B, sum of dims] float32; with sequences: that of the others, and each sequence's `Jagged` by name."""
+        """Returns [B, sum of dims] float32; with sequences: that of the others, and each sequence's `Jagged` by
+        name."""
         lookup = self._started(ids, values_N, weights_N)
         pooled_BD = lookup.wait()
         return Looked(pooled_BD, lookup.sequences) if self.sharded.features.sequences else pooled_BD
 
     def look_up(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Lookup:
-        """Ids as `forward` takes them. Returns at once: what is computed before `wait()` is called on what this returns
-        runs while vectors travel, and its backward pass while their gradients do. Sequences are its `sequences`."""
+        """Starts a lookup, with arguments as for `forward`. Work before `wait()` on the result overlaps the vectors'
+        transfer, and its backward the gradients'. Sequences are the result's `sequences`."""
         lookup = self._started(ids, values_N, weights_N)
         if self.trains:
             self.clock.begin("dense_fwd")
         return lookup
 
     def send(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
-        """Sends ids, given as to `forward`, to their tables' owners: they travel during the backward pass that follows.
-        On every rank; `forward` takes what this returns in their place. Tables may have moved meanwhile."""
+        """Sends ids, given as for `forward`, to the owners during the following backward pass. Call on every rank; pass
+        the result to `forward` instead of the ids. Tables may move in between."""
         sent = self._given(ids, values_N, weights_N)
         self.arrive(timed=False)
         self._ahead = sent
@@ -141,8 +142,8 @@ class EmbeddingBags(nn.Module):
         return sent
 
     def ahead(self, batches: Iterable[AnyBatch], ids_of: Callable[[AnyBatch], Any]) -> Ahead[AnyBatch]:
-        """Batches with their ids; give them to `forward` or `look_up`, which fetch the batch after and send its ids.
-        ids_of: of a batch, what `forward` takes: a tuple (lengths_TB, values_N), or with weights_N, or a
+        """Yields batches with their ids, for `forward` or `look_up`, which fetch the next batch and send its ids.
+        ids_of: a batch's arguments for `forward`: a tuple (lengths_TB, values_N), or with weights_N, or a
         KeyedJaggedTensor."""
 
         def sent_of(batch: AnyBatch) -> SentIds:
@@ -153,17 +154,17 @@ class EmbeddingBags(nn.Module):
 
     @property
     def trains(self) -> bool:
-        """Whether a backward pass follows a lookup."""
+        """Whether a backward pass will follow a lookup."""
         return self.training and torch.is_grad_enabled()
 
     def _given(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
-        """ids: a `Batch` that was checked, or those that were sent before."""
+        """ids: a checked `Batch`, or SentIds."""
         if isinstance(ids, Batch):
             return SentIds(self.sharded.dense_on_device(ids), self.sharded)
         if ids.embeddings is not self.sharded:
-            raise BagsError("these ids were sent by other ShardedEmbeddingBags. Give each what its own `send` returns.")
+            raise BagsError("these ids were sent by other ShardedEmbeddingBags. Use those of this one's `send`.")
         if values_N is not None or weights_N is not None:
-            raise BagsError("ids that were sent already have their values and weights with them.")
+            raise BagsError("sent ids already include their values and weights.")
         sent: SentIds = ids
         return sent
 
@@ -186,7 +187,7 @@ class EmbeddingBags(nn.Module):
         if not training:
             return Lookup(_Halves(self, sent.batch, *rows, training=False), [own.detach() for own in local])
         first = next((vectors.grad_fn for vectors in local if vectors.grad_fn is not None), None)
-        if first is None:  # of no tables; else the node that was made first is the last that autograd takes
+        if first is None:  # no tables here; otherwise this node was made first, so autograd runs it last
             local[0].register_post_accumulate_grad_hook(lambda _: self._updated())
         else:
             first.register_hook(lambda *_: self._updated())
@@ -195,26 +196,26 @@ class EmbeddingBags(nn.Module):
             return Lookup(_Halves(self, sent.batch, *rows, training=True), local)
 
     def _updated(self) -> None:
-        """The backward pass has updated the tables. It ends when ids that were sent ahead have arrived."""
+        """Runs after the backward pass has updated the tables; waits for ids that were sent ahead."""
         self.clock.end()
         if self.replicas is not None:
             with self.clock.stage("grad_allreduce"):
                 self.replicas.finish_alone()
         self.arrive(timed=True)
 
-    # -- ids ahead: one batch's at a time, through the backward pass of another ----------------------------------------
+    # -- ids ahead: one batch's at a time, during another's backward pass ----------------------------------------------
 
     def send_values(self) -> None:
         if self._ahead is not None:
             self._ahead.send_values()
 
     def arrive(self, *, timed: bool) -> None:
-        """Waits for what was sent. timed: as a stage of the training step."""
+        """Waits for ids sent ahead. timed: count it as a stage of the training step."""
         if self._ahead is not None:
             self.ids(self._ahead, timed=timed)
 
     def ids(self, sent: SentIds, *, timed: bool) -> LocalIds:
-        """Those of this rank's tables, when they have arrived; what was sent before arrives first."""
+        """Returns the arrived ids of this rank's tables; finishes those sent earlier first."""
         if sent.arrived is not None and sent is not self._ahead:
             return sent.arrived
         if timed:
@@ -227,14 +228,13 @@ class EmbeddingBags(nn.Module):
 
 
 class Ahead(Generic[AnyBatch]):
-    """Batches and their ids, which are with their owners before the batch's turn comes: the following batch is fetched,
-    and its ids are sent, while the vectors of the one at hand travel. On a GPU one more is there, so that its rows can
-    be fetched to the device."""
+    """Iterates over batches with ids that are with their owners in time: while a batch's vectors travel, the next batch
+    is fetched and its ids are sent. On a GPU one more batch is ahead, so that its rows can be fetched to the device."""
 
     def __init__(
         self, bags: EmbeddingBags, batches: Iterable[AnyBatch], sent_of: Callable[[AnyBatch], SentIds]
     ) -> None:
-        """The first ids are sent at once. Collective."""
+        """Sends the first ids at once. Collective."""
         self._bags, self._batches, self._sent_of = bags, iter(batches), sent_of
         self._waiting: deque[tuple[AnyBatch, SentIds]] = deque()
         self._bring()
@@ -251,8 +251,7 @@ class Ahead(Generic[AnyBatch]):
         return batch, sent
 
     def _bring(self) -> None:
-        """Waits until ids of as many batches as are wanted are with their owners, who are others where tables have
-        moved."""
+        """Waits until the owners have the ids of as many batches as wanted; sends again if tables have moved."""
         self._fetch(self._bags.sharded.batches_ahead - len(self._waiting))
         for _, sent in self._waiting:
             self._bags.ids(sent, timed=False)
@@ -273,34 +272,34 @@ class Ahead(Generic[AnyBatch]):
 
 
 class Lookup:
-    """Pooled vectors on their way to the ranks that asked for them. Each is waited for once, in any order; one that is
-    not needed any more is cancelled, or just dropped."""
+    """Pooled vectors on their way to the asking ranks. Wait for each lookup once, in any order; cancel or drop those no
+    longer needed."""
 
     def __init__(self, halves: _Halves, local: list[Tensor]) -> None:
-        """local: what the tables' owner looked up: of all together, and of each one with sequences."""
+        """local: the owner's vectors: of all tables looked up together, then of each table with sequences."""
         self.batch, self._halves = halves.batch, halves
         self._token: Tensor = _Send.apply(halves, *local)
-        self.sequences: dict[str, Jagged] = {}  # after `wait()`: the vectors that are not pooled
+        self.sequences: dict[str, Jagged] = {}  # unpooled vectors, after `wait()`
 
     def wait(self, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
-        """[B, margin + D + margin] pooled vectors of this rank's samples; they may be changed in place. margin: columns
-        left free before and after them. into: memory to put them in."""
+        """Returns this rank's pooled vectors [B, margin + D + margin], which may be changed in place. margin: free
+        columns before and after them. into: memory to use."""
         if self._halves.vectors is None:
-            raise BagsError("a lookup was waited for twice, or after it was cancelled. Keep what `wait()` gave.")
+            raise BagsError("a lookup was waited for twice, or after its cancel(). Keep the result of `wait()`.")
         pooled, *of_sequences = _Wait.apply(self._token, self._halves, margin, into)
         self.sequences = self._halves.by_name(of_sequences)
         return pooled
 
     def cancel(self) -> None:
-        """As if nothing had been looked up. On every rank, before a backward pass or in place of it."""
+        """Undoes the lookup. On every rank, before a backward pass or instead of it."""
         self._halves.cancel()
 
 
 class _Halves:
-    """Does the work of a lookup's two autograd nodes, and holds no tensor of theirs: they hold this; a circle stays.
-    Autograd takes the node that was made last first, so backward runs the other way round: `_Wait` sends the gradients,
-    whatever was computed between the halves runs while they travel, `_Send` receives them, and fbgemm's own node
-    updates the tables.
+    """Does the work of a lookup's two autograd nodes; holds none of their tensors, which would make reference cycles.
+
+    Autograd runs later nodes first, so backward runs in reverse: `_Wait` sends the gradients, the work between the
+    halves runs while they travel, `_Send` receives them, and fbgemm's node updates the tables.
     """
 
     def __init__(
@@ -335,11 +334,11 @@ class _Halves:
             self.vectors.wait()
 
     def receive(self, margin: Margin, into: Tensor | None) -> list[Tensor]:
-        """Pooled vectors, and each sequence's."""
+        """Returns the pooled vectors, and each sequence's."""
         sharded, columns, vectors = self._bags.sharded, self._bags.columns, self.vectors
         self._check_plan()
         assert vectors is not None
-        self.vectors = None  # memory that is done with goes at once
+        self.vectors = None  # frees memory early
         inner = margin if columns is None else (0, 0)
         stage = self._bags.clock.stage if self._training else lambda _: nullcontext()
         with stage("fwd_comms"):
@@ -349,12 +348,12 @@ class _Halves:
             of_sequences = self._rows.values()
             if self._replicated is None:
                 return [self._as_given(pooled_BD, margin, into), *of_sequences]
-        with stage("dense_fwd"):  # on every rank alike: no plan changes what copies cost
+        with stage("dense_fwd"):  # equal on every rank, whatever the plan
             self._replicated.put(pooled_BD, inner[0])
             return [self._as_given(pooled_BD, margin, into), *of_sequences]
 
     def _as_given(self, pooled_BD: Tensor, margin: Margin, into: Tensor | None) -> Tensor:
-        """With columns in the order in which the tables were given."""
+        """Puts columns in the order of the given tables."""
         columns = self._bags.columns
         if columns is None:
             return pooled_BD
@@ -365,8 +364,8 @@ class _Halves:
         bags, sharded, clock = self._bags, self._bags.sharded, self._bags.clock
         if self._over:
             raise BagsError(
-                "a second backward pass came through one lookup, or one after its cancel(): each would update the "
-                "tables. Add the losses up, and call backward() once."
+                "a second backward pass came through one lookup, or one after its cancel(), which would update the "
+                "tables again. Add the losses, and call backward() once."
             )
         self._check_plan()
         self._over = True
@@ -383,7 +382,7 @@ class _Halves:
                 of_sequences = sharded.clipping.cut_sequences([*of_sequences])
             if sharded.means is not None:
                 copied = bags.average or sharded.clipping is not None
-                own = gradient_BD if copied else gradient_BD.clone()  # others may read what autograd gave
+                own = gradient_BD if copied else gradient_BD.clone()  # others may read autograd's tensor
                 gradient_BD = sharded.means.divide_(own, self.batch.lengths_TB, margin)
             pending = self._exchange.send_gradients(gradient_BD.contiguous(), margin)
             self._gradients = self._rows.send_gradients(of_sequences, pending)
@@ -394,7 +393,8 @@ class _Halves:
             self._replicated.add_gradient(gradient_BD, margin[0])
 
     def receive_gradients(self) -> list[Tensor]:
-        """[W * B, D_local], for the kernel that updates the tables; and what each one's with sequences takes."""
+        """Returns gradients [W * B, D_local] for the kernel that updates the tables, and those of each table with
+        sequences."""
         bags, clock, gradients = self._bags, self._bags.clock, self._gradients
         del self._gradients
         clock.end()
@@ -406,13 +406,12 @@ class _Halves:
     def _check_plan(self) -> None:
         if self._plan is not self._bags.sharded.plan:
             raise BagsError(
-                "tables moved between look_up and the backward pass that belongs to it. Move them, or call "
-                "Autoshard.step(), between steps."
+                "tables moved between look_up and its backward pass. Move them, or call Autoshard.step(), after it."
             )
 
 
 class _Send(torch.autograd.Function):
-    """From a lookup to a token that stands for it on its way."""
+    """Autograd node from the local vectors to a token that stands for them in transit."""
 
     @staticmethod
     def forward(ctx: Any, lookup: _Halves, *local: Tensor) -> Tensor:
@@ -428,12 +427,12 @@ class _Send(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """From that token to the vectors where they have arrived."""
+    """Autograd node from the token to the arrived vectors."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, lookup: _Halves, margin: Margin, into: Tensor | None) -> tuple[Tensor, ...]:
         ctx.lookup, ctx.margin = lookup, margin
-        # The same memory as no view: a view could not be changed in place.
+        # The same memory, but not as a view, which could not be changed in place.
         return tuple(one.new_empty(0).set_(one) for one in lookup.receive(margin, into))  # type: ignore[call-overload]
 
     @staticmethod

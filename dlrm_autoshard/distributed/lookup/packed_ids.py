@@ -1,7 +1,7 @@
-"""Ids in as few bytes as their tables' row numbers need, lengths in one: between hosts they are a quarter of what
-vectors take in int8.
+"""Packs ids into as few bytes as their tables' rows need, lengths into one: between hosts ids take a quarter of what
+int8 vectors take.
 
-packing = IdPacking.of(features.features)    # None where no table needs less than the ids' own type
+packing = IdPacking.of(features.features)    # None if no table needs fewer bytes than the ids' dtype
 parts = packing.pack([ids_of_0, ids_of_2], [0, 2])   # of features 0 and 2
 ids_N = packing.unpack(packed, [0, 2], [17, 40], torch.int32)
 """
@@ -22,7 +22,7 @@ class IdPacking:
     """Packs ids into as few bytes as their tables' rows need."""
 
     def __init__(self, widths: Sequence[int]) -> None:
-        """widths: bytes of an id of each feature."""
+        """widths: bytes per id of each feature."""
         self._widths = widths
 
     @staticmethod
@@ -31,7 +31,7 @@ class IdPacking:
         return IdPacking(widths) if max(widths) <= 4 and min(widths) < 4 else None
 
     def fits(self, batch: Batch, counts: Sequence[int]) -> bool:
-        """Whether nothing of its lengths and ids would be lost. counts: of each feature's ids in turn."""
+        """Returns whether packing a batch loses nothing. counts: ids of each feature."""
         for ids, width in zip(batch.values_N.split(list(counts)), self._widths, strict=True):
             if len(ids):
                 least, most = ids.aminmax()
@@ -43,7 +43,7 @@ class IdPacking:
         return sum(count * self._widths[feature] for feature, count in zip(features, counts, strict=True))
 
     def pack(self, ids: Sequence[Tensor], features: Sequence[int]) -> list[Tensor]:
-        """The low bytes of each, little-endian, in parts that are to be put side by side."""
+        """Returns the low bytes of the ids, little-endian, in parts to be concatenated."""
         if not ids:
             return []
         raw, first, packed = _bytes_of_each(torch.cat([*ids])), 0, []
@@ -62,7 +62,7 @@ class IdPacking:
         return ids_N
 
     def _runs(self, features: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Numbers of ids side by side with one width, and that width."""
+        """Yields (number, width) for consecutive ids of equal width."""
         widths = [self._widths[feature] for feature in features]
         for width, run in groupby(zip(widths, counts, strict=True), key=lambda pair: pair[0]):
             yield sum(count for _, count in run), width

@@ -1,6 +1,6 @@
-"""Small tables that every rank has a copy of: each looks its own batch up, and all make the same update.
+"""Small tables copied to every rank: each rank looks up its own batch, and all make the same update.
 
-looked_up = replicas.look_up(batch)                  # of this rank's samples; no id and no vector travels
+looked_up = replicas.look_up(batch)                  # this rank's samples; no ids or vectors travel
 looked_up.put(pooled_BD, margin[0]); looked_up.add_gradient(gradient_BD, margin[0])
 replicas.update(lr)                                  # once `gradient` is the sum over ranks
 """
@@ -24,13 +24,13 @@ from dlrm_autoshard.distributed.sums import Sum
 from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.tables import TableConfig, output_order
 
-# Axes: B samples of this rank, R rows, N ids of one feature. Ops take one feature at a time: what it reads and writes
-# stays in the core's cache.
+# Axes: B samples of this rank, R rows, N ids of one feature. Operations take one feature at a time, so that their data
+# stay in the core's cache.
 
 
 @dataclass(frozen=True)
 class _Feature:
-    """number: in the batch. column: its first one in the pooled output. elements: of its table, among all weights."""
+    """number: in the batch. column: its first one in the pooled output. elements: its table's range of all weights."""
 
     number: int
     column: int
@@ -44,9 +44,9 @@ class _Feature:
 
 
 class Replicas:
-    """The copies of this rank. `gradient` is flat and dense, so that it can travel with the dense part's.
+    """This rank's copies. `gradient` is flat and dense, so that it can travel with the dense part's.
 
-    outstanding: training lookups whose gradients are still to come.
+    outstanding: training lookups whose gradients have not arrived.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Replicas:
         streams: SideStreams | None = None,
         seed: int = 0,
     ) -> None:
-        """features: of the whole model; names: of the replicated tables among its tables. start_sum: of gradients,
-        unless `join` has them travel with others."""
+        """features: of the whole model; names: of the replicated tables. start_sum: starts summing gradients over
+        ranks, unless `join` lets them travel with others."""
         self.optimizer, self.learning_rate, self._device, self._streams = optimizer, optimizer.lr, device, streams
         self.tables = tuple(
             features.tables[i] for i in output_order(features.tables) if features.tables[i].name in names
@@ -80,7 +80,7 @@ class Replicas:
         self.joined = False
         self._before, self._after = self._finish_other, self._start_alone
         self._start_sum = start_sum
-        self._sum: Pending | None = None  # on its way
+        self._sum: Pending | None = None  # in progress
         self._added = False
         for table in self.tables:
             start(self.tensors(table.name)["weight"], table, seed)
@@ -101,7 +101,7 @@ class Replicas:
     # -- lookups -------------------------------------------------------------------------------------------------------
 
     def look_up(self, batch: Batch, *, training: bool = True) -> ReplicaLookup:
-        """Returns the lookup of this rank's samples. training: a backward pass follows."""
+        """Looks up this rank's samples. training: a backward pass follows."""
         numbers = [feature.number for feature in self._features]
         one_each = (batch.lengths_TB[numbers] == 1).all(1).tolist()
         counts = batch.lengths_TB.sum(1).tolist()
@@ -130,12 +130,12 @@ class Replicas:
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def join(self, gradient: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Gradients are added to `gradient`, which somebody else sums over ranks, and who calls `update` then. before,
-        after: called around each lookup's."""
+        """Lets gradients be added to `gradient`, whose owner sums it over ranks and then calls `update`. before, after:
+        called around each lookup's addition."""
         self.gradient, self._before, self._after, self.joined = gradient, before, after, True
 
     def add(self, looked_up: ReplicaLookup, gradient_BD: Tensor, first_column: int) -> None:
-        """Adds a lookup's gradients to those of this step."""
+        """Adds a lookup's gradients to the step's."""
         self._before()
         for bags in looked_up.bags:
             bags.add_gradient(gradient_BD, first_column, self.gradient)
@@ -144,17 +144,17 @@ class Replicas:
         self._after()
 
     def _finish_other(self) -> None:
-        """Another lookup's gradients may be on their way by themselves: they make an update of their own."""
+        """Finishes an earlier lookup's own sum, which makes its own update."""
         if self._sum is not None:
             self.finish_alone()
 
     def _start_alone(self) -> None:
-        """Sums the gradients over ranks, unless another lookup's are still to come."""
+        """Starts summing gradients over ranks, unless more are outstanding."""
         if not self.outstanding:
             self._sum = self._start_sum(self.gradient)
 
     def finish_alone(self) -> None:
-        """Updates the copies, where nobody was joined who does."""
+        """Updates the copies, unless they are joined to a dense part."""
         if self.joined or not self._added:
             return
         if self._sum is None:
@@ -166,9 +166,9 @@ class Replicas:
         self.update()
 
     def update(self) -> None:
-        """Makes the optimizer's step by the summed gradient, and clears that. Rows without any stay as they are."""
+        """Makes the optimizer's step by the summed gradient and clears it. Rows without gradient stay unchanged."""
         lr, eps, gradient, state = self.learning_rate, self.optimizer.eps, self.gradient, self._state
-        smallest = 0.0 if eps else torch.finfo(torch.float32).tiny  # 0 / 0 of a row that was never looked up
+        smallest = 0.0 if eps else torch.finfo(torch.float32).tiny  # avoids 0 / 0 for rows never looked up
         if state is None:
             self.weights.add_(gradient, alpha=-lr)
         elif self.optimizer.name == "adagrad":
@@ -188,7 +188,7 @@ class Replicas:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Live views {weight, momentum1} of a table, shaped as its owner's would be."""
+        """Returns live views {weight, momentum1} of a table, shaped as for an owner."""
         table = next(table for table in self.tables if table.name == name)
         (row, _), rows, dim = self._places[name], table.num_embeddings, table.embedding_dim
         elements = self._elements(table)
@@ -200,20 +200,20 @@ class Replicas:
         return found
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(`NAME.weight`, ...) of all of them."""
+        """Yields (`NAME.weight`, tensor) and the like for all tables."""
         for table in self.tables:
             for key, value in self.tensors(table.name).items():
                 yield f"{table.name}.{key}", value
 
     def fingerprint(self) -> int:
-        """The same for the same weights and optimizer state, bit by bit; any single change changes it."""
+        """Returns a checksum of weights and optimizer state; any single change changes it."""
         kept = [self.weights] if self._state is None else [self.weights, self._state]
         return sum(int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in kept)
 
 
 @dataclass(frozen=True)
 class _Bags:
-    """Ids of one feature: one a sample, or as many as `lengths_B` says."""
+    """Ids of one feature: one per sample, or `lengths_B` per sample."""
 
     of: _Feature
     ids_N: Tensor
@@ -232,7 +232,7 @@ class _Bags:
         into_BD.copy_(pooled_BD / self.lengths_B.clamp(min=1)[:, None] if self.of.averages else pooled_BD)
 
     def add_gradient(self, gradient_BD: Tensor, first_column: int, into: Tensor) -> None:
-        """In one order, so that a row's sum is the same each time."""
+        """Adds gradients in a fixed order, so that a row's sum is reproducible."""
         rows_ND, into_RD = gradient_BD.narrow(1, first_column + self.of.column, self.of.dim), self.of.rows(into)
         if self.lengths_B is not None:
             if self.of.averages:
@@ -240,15 +240,15 @@ class _Bags:
             rows_ND = rows_ND.repeat_interleave(self.lengths_B, 0, output_size=len(self.ids_N))
             if self.weights_N is not None:
                 rows_ND = rows_ND * self.weights_N[:, None]
-        ids_N, rows_ND = self.ids_N.long(), rows_ND.contiguous()  # other indices and strides are slow here
+        ids_N, rows_ND = self.ids_N.long(), rows_ND.contiguous()  # other dtypes and strides are slow here
         if into.device.type == "cpu":
             into_RD.index_add_(0, ids_N, rows_ND)
-        else:  # whose index_add_ adds in any order
+        else:  # CUDA's index_add_ adds in any order
             into_RD += torch.ops.aten.embedding_dense_backward(rows_ND, ids_N, len(into_RD), -1, False)
 
 
 class ReplicaLookup:
-    """The ids that one batch looks up in the copies, and where its gradients go."""
+    """Ids that a batch looks up in the copies, and where its gradients go."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -260,5 +260,5 @@ class ReplicaLookup:
             bags.put(self._replicas.weights, output_BD, first_column)
 
     def add_gradient(self, gradient_BD: Tensor, first_column: int) -> None:
-        """gradient_BD: of the pooled output, which begins at `first_column`."""
+        """Adds gradients. gradient_BD: of the pooled output, which begins at `first_column`."""
         self._replicas.add(self, gradient_BD, first_column)

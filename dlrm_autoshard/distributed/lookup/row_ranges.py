@@ -1,7 +1,7 @@
-"""Which ids go to which part of a table that is split by rows: to the owner of their rows, counted from its first.
+"""Assigns ids of tables that are split by rows to row shards, with ids counted from each shard's first row.
 
 ranges = RowRanges(features, plan)
-batch = ranges.split(batch)                  # of each feature and range of its table's rows a bag a sample
+batch = ranges.split(batch)                  # a bag per sample, feature and row shard
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
 
-# Axes: F features, R ranges of rows of features, B samples, N ids.
+# Axes: F features, R row ranges of features, B samples, N ids.
 
 
 class RowRanges:
-    """tables: of each range, its feature's table with the rows of the range."""
+    """Row ranges of features under a plan. tables: for each range, its feature's table with those rows."""
 
     def __init__(self, features: Features, plan: ShardingPlan) -> None:
-        whole = (Shard("whole"),)  # of tables that are in no plan, too
+        whole = (Shard("whole"),)  # also for tables outside the plan
         rows_of = [dict.fromkeys(part.rows for part in plan.parts_of(table.name) or whole) for table in features.tables]
         self._rows_of_F = [rows_of[table] for table in features.table_of]
         numbered = [(feature, rows) for feature, own in enumerate(self._rows_of_F) for rows in own]
@@ -35,12 +35,12 @@ class RowRanges:
         self._splits = len(self.tables) > len(features.features)
 
     def number(self, feature: int, shard: TableConfig) -> int:
-        """Returns which range of this feature the shard looks up."""
+        """Returns the number of the range that the shard holds of this feature."""
         return self._number_of[feature, shard.shard.rows]
 
     def split(self, batch: Batch) -> Batch:
-        """Returns the batch with a bag for each range in the place of one for each feature: its ids that are in the
-        range, in their order, with their weights."""
+        """Returns the batch with bags per range instead of per feature: the ids in the range, in order, with
+        weights."""
         if not self._splits:
             return batch
         counts = batch.lengths_TB.sum(1).tolist()

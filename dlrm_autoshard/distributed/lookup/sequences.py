@@ -1,8 +1,8 @@
-"""Vectors that are not pooled: one an id, from the owners of its table's shards to the rank that asked, and back.
+"""Unpooled vectors: one per id, from the owners of its table's shards to the asking rank, and back.
 
-A table that a sequence looks up has a fused lookup of its own, of as many bags as it needs: each id of a sequence is
-one, and so is each bag of the table's pooled features. So all gradients of a row come to one update, as autograd would
-add them up. Ids may be sent once each (`data/rows_once.py`): owners cannot tell.
+A table that a sequence looks up has its own fused lookup, with a bag per id of a sequence and per bag of the table's
+pooled features, so that all gradients of a row enter one update, as autograd would sum them. Distinct ids may be sent
+once (`data/rows_once.py`), which owners do not notice.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.model.jagged import Jagged
 from dlrm_autoshard.tables import Shard
 
-# Axes: B samples a rank, W ranks, N ids, D embedding dims, R bags of one table's lookup.
+# Axes: B samples per rank, W ranks, N ids, D embedding dims, R bags of one table's lookup.
 
 
 MOST_DIFFERENT = {"memory": 0.4, "network": 0.65}
-"""Share of a batch's ids up to which sending each once makes a step faster, by `bench sequences` with less skew. Fixed
-figures, so that a job started again chooses alike."""
+"""Fraction of distinct ids in a batch up to which sending each once saves time, by `bench sequences` with less skew.
+Constants, so that a restarted job decides alike."""
 
 
 def travel_once(different: float, world_size: int, *, in_memory: bool) -> bool:
-    """Whether rows of sequences travel once each. different: the share of a rank's ids that differ. in_memory: no
-    network carries them."""
+    """Returns whether to send distinct rows of sequences once. different: fraction of a rank's ids that are distinct.
+    in_memory: no network is involved."""
     return world_size > 1 and different <= MOST_DIFFERENT["memory" if in_memory else "network"]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One rank's batch: as it was given, and as its ids are sent. same: of each sequence, where it sends each once;
-    bags: of the pooled features, where it sends some once."""
+    """A rank's batch: as given, and as its ids are sent. same: for each sequence, how to restore ids sent once; bags:
+    the same for pooled features."""
 
     batch: Batch
     sent: Batch
@@ -53,14 +53,14 @@ class Asked:
 
 
 class RowsOnce:
-    """Whether each id of a sequence is sent once, for the whole job. chosen: None until the first batch has."""
+    """Decides for the whole job whether distinct ids of sequences are sent once. chosen: None until the first batch."""
 
     def __init__(self, features: Features, chosen: bool | None, group: dist.ProcessGroup, *, in_memory: bool) -> None:
         self._numbers, self._group, self._in_memory = features.sequence_numbers, group, in_memory
         self.chosen = chosen if self._numbers else False
 
     def asked(self, batch: Batch) -> Asked:
-        """The batch as its ids are to be sent. Collective where it chooses."""
+        """Returns the batch as its ids are to be sent. Collective at the first decision."""
         if self.chosen is None:
             counts = torch.tensor(ids_and_different(batch, self._numbers))
             dist.all_reduce(counts, group=self._group)
@@ -71,7 +71,7 @@ class RowsOnce:
 
 
 class SequencePlan:
-    """Which lookups are of tables with sequences, under one plan. Such tables lie apart from the others."""
+    """Lookups of tables with sequences under one plan; such tables are stored apart from the others."""
 
     def __init__(self, exchange: Exchange) -> None:
         features = exchange.features
@@ -79,27 +79,27 @@ class SequencePlan:
         self.exchange, self.names = exchange, features.sequences
         self.numbers = features.sequence_numbers
         self.sent_by = [[(s, f) for s, f in own if f in self.numbers] for own in exchange.owned]
-        """Each rank's sequences: the shard, and the feature."""
+        """Each rank's sequences: (shard, feature)."""
         own = exchange.owned[exchange.rank]
         self.num_fused = sum(Shard.parse(shard.name).table not in apart for shard, _ in own)
-        """Lookups of this rank that are of other tables; they come first."""
+        """Number of this rank's lookups of other tables, which come first."""
         self.fused_dim = sum(shard.embedding_dim for shard, _ in own[: self.num_fused])
         self.lookups = [(shard, feature not in self.numbers) for shard, feature in own[self.num_fused :]]
-        """The shard of each lookup apart, those of one shard side by side, and whether it is pooled."""
+        """(shard, whether it is pooled) of each lookup apart, those of a shard side by side."""
         self.shards = list(dict.fromkeys(shard for shard, _ in self.lookups))
 
     @property
     def local_unpooled(self) -> list[bool] | None:
-        """Which of this rank's lookups are of sequences; None where there are no sequences."""
+        """Which of this rank's lookups are of sequences; None without sequences."""
         fused = [False] * self.num_fused
         return [*fused, *(not pooled for _, pooled in self.lookups)] if self.names else None
 
     def of(self, ids: LocalIds, asked: Asked) -> NoSequences:
-        """One batch's. ids: those of this rank's tables. asked: by this rank."""
+        """Returns one batch's sequence lookup. ids: of this rank's tables. asked: by this rank."""
         return SequenceLookup(self, ids, asked) if self.names else NoSequences()
 
     def fused(self, ids: LocalIds) -> LocalIds:
-        """Those of the tables that are looked up together."""
+        """Returns the ids of tables that are looked up together."""
         if not self.names:
             return ids
         bags = self.num_fused * self.exchange.world_size * ids.batch_size
@@ -109,60 +109,60 @@ class SequencePlan:
 
 
 class NoSequences:
-    """One batch's vectors of the tables with sequences, from their lookup to their update, where there are none."""
+    """Handles one batch's vectors of tables with sequences, from lookup to update; this one is for none."""
 
     def look_up(self, storage: Storage) -> list[Tensor]:
-        """[R, D] of each table, with its fused update as gradient function when gradients are on."""
+        """Returns [R, D] of each table; with gradients on, the fused update is the gradient function."""
         return []
 
     def with_pooled(self, together: Tensor, looked_up: Sequence[Tensor]) -> Tensor:
-        """[W * B, D_local] pooled vectors: those of the tables looked up together, and of those apart."""
+        """Returns pooled vectors [W * B, D_local] of all tables, those apart behind the others."""
         return together
 
     def send(self, looked_up: Sequence[Tensor], beside: Pending) -> Pending:
-        """Vectors to the ranks that asked for their ids. Returns what waits for them, too."""
+        """Sends vectors to the asking ranks. The result waits for these and `beside`."""
         return beside
 
     def values(self) -> list[Tensor]:
-        """[N, D] float32 of each sequence, which have arrived."""
+        """Returns the arrived vectors [N, D] float32 of each sequence."""
         return []
 
     def by_name(self, values: Sequence[Tensor]) -> dict[str, Jagged]:
         return {}
 
     def send_gradients(self, gradients: Sequence[Tensor], beside: Pending) -> Pending:
-        """Those of `values`, to the owners. Returns what waits for them, too."""
+        """Sends gradients of `values` to the owners. The result waits for these and `beside`."""
         return beside
 
     def as_gradients(self, pooled: Tensor) -> list[Tensor]:
-        """Gradients of what was looked up together, and of each table apart. pooled: that of `with_pooled`."""
+        """Returns gradients of the tables looked up together, and of each table apart. pooled: of `with_pooled`."""
         return [pooled]
 
 
 class SequenceLookup(NoSequences):
-    """One batch's lookup of vectors that are not pooled."""
+    """One batch's lookup of unpooled vectors."""
 
     def __init__(self, plan: SequencePlan, ids: LocalIds, asked: Asked) -> None:
-        """ids: those of this rank's tables. asked: by this rank."""
+        """ids: of this rank's tables. asked: by this rank."""
         self._plan, self._exchange, self._ids, self._bags = plan, plan.exchange, ids, ids.batch_size
         self._lengths_FB, self._same = asked.batch.lengths_TB, asked.same
         ends = ids.offsets[plan.num_fused * self._bags * self._exchange.world_size :: self._bags].tolist()
         world_size, counts = self._exchange.world_size, [b - a for a, b in itertools.pairwise(ends)]
-        self._starts = ends[::world_size]  # of the ids of each lookup, and the end
+        self._starts = ends[::world_size]  # of each lookup's ids, and the end
         self._counts = [counts[first : first + world_size] for first in range(0, len(counts), world_size)]
-        """Each lookup's ids from each rank."""
+        """Each lookup's number of ids from each rank."""
         self._bags *= world_size
         self._vectors, self._gradients = plan.exchange.wires
         self._arriving: Pending | list[list[Tensor]] = []
         self._rows = [self._bags if p else sum(n) for (_, p), n in zip(plan.lookups, self._counts, strict=True)]
         sent = dict(zip(plan.numbers, asked.sent.lengths_TB[plan.numbers].sum(1).tolist(), strict=True))
         self._coming = [[sent[f] * shard.embedding_dim for shard, f in own] for own in plan.sent_by]
-        """Numbers of each sequence that each rank looks up for this one."""
+        """Number of elements of each sequence that each rank sends to this one."""
         self._leaving = [
             [n[rank] * s.embedding_dim for (s, p), n in zip(plan.lookups, self._counts, strict=True) if not p]
             for rank in range(world_size)
         ]
-        """Numbers of each sequence that this rank looks up for each."""
+        """Number of elements of each sequence that this rank sends to each."""
 
     def look_up(self, storage: Storage) -> list[Tensor]:
         ids, found, first = self._ids, list[Tensor](), 0
@@ -177,7 +177,7 @@ class SequenceLookup(NoSequences):
                 else:
                     begin, end = self._starts[number : number + 2]
                     bags.append(torch.arange(begin - start, end - start, dtype=ids.offsets.dtype))
-            # fbgemm wants at least one bag.
+            # fbgemm needs at least one bag.
             ends = ids.offsets.new_full((1 if any(map(len, bags)) else 2,), stop - start)
             weights_N = None if ids.weights_N is None else ids.weights_N[start:stop]
             offsets = torch.cat([*bags, ends])
@@ -229,7 +229,7 @@ class SequenceLookup(NoSequences):
     def as_gradients(self, pooled: Tensor) -> list[Tensor]:
         pooled = pooled.view(self._bags, self._exchange.local_dim)
         leaving = self._leaving
-        if len(self._plan.lookups) == 1:  # those from all ranks side by side, as they are
+        if len(self._plan.lookups) == 1:  # all ranks' gradients are contiguous
             leaving = [[sum(map(sum, leaving))]]
         from_rank = self._arrived(leaving, partial(self._gradients.decode, shares=self._bags))
         parts: dict[str, list[Tensor]] = {shard.name: [] for shard in self._plan.shards}
@@ -248,7 +248,7 @@ class SequenceLookup(NoSequences):
         ]
 
     def _of_lookups(self, looked_up: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of each lookup apart."""
+        """Returns the rows of each lookup apart."""
         rows = dict[str, list[int]]()
         for (shard, _), count in zip(self._plan.lookups, self._rows, strict=True):
             rows.setdefault(shard.name, []).append(count)
@@ -266,7 +266,7 @@ class SequenceLookup(NoSequences):
         coming: list[list[int]],
         beside: Pending,
     ) -> Pending:
-        """blocks: encoded, of each rank. Returns what waits for them and for `beside`."""
+        """Sends each rank's encoded blocks. The result waits for these and `beside`."""
         e = self._exchange
         if e.world_size == 1:
             self._arriving = blocks
@@ -281,8 +281,8 @@ class SequenceLookup(NoSequences):
         return Pending(lambda: (beside.wait(), arriving.wait()), beside.result)
 
     def _arrived(self, coming: list[list[int]], decode: Callable[[Tensor], Tensor]) -> list[Sequence[Tensor]]:
-        """Flat blocks from each rank. coming: their numbers, of each rank's."""
-        arriving, self._arriving = self._arriving, []  # memory that is done with goes at once
+        """Returns the blocks from each rank, flat. coming: their numbers of elements."""
+        arriving, self._arriving = self._arriving, []  # frees memory early
         if not isinstance(arriving, Pending):
             return [[decode(block) for block in own] for own in arriving]
         flat = decode(arriving.wait()).split([sum(own) for own in coming])

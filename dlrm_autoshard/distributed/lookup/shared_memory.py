@@ -1,7 +1,7 @@
-"""Collectives between ranks of one host through memory that they all map: a tenth of what TCP over loopback takes.
+"""Collectives between ranks of one host through mapped memory, in a tenth of the time of TCP over loopback.
 
-link = connect(group)                        # None where the ranks are not all on one host: use the group itself
-link.all_to_all("vectors", received, sent, receive_splits, send_splits)()     # its result, called, waits
+link = connect(group)                        # None if the ranks are not all on one host: use the group itself
+link.all_to_all("vectors", received, sent, receive_splits, send_splits)()     # calling the result waits
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch import Tensor
 from dlrm_autoshard.errors import UserError
 
 CHANNELS = ("lengths", "values", "weights", "vectors", "sequences", "reduce", "reduced")
-_REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
+_REGION_BYTES = 1 << 34  # of address space; memory is used only where something was written
 _READY, _DONE, _OUT_OF_STEP = 0, 1, 2
-_MESSAGE = struct.Struct("<BBqqq")  # channel, what of it, number of the exchange, first byte, number of bytes
+_MESSAGE = struct.Struct("<BBqqq")  # channel, event, number of the exchange, first byte, number of bytes
 _DOES = {
     **dict.fromkeys(("lengths", "values", "weights"), "looks a batch up"),
     **dict.fromkeys(("vectors", "sequences"), "is in a lookup or a backward pass that rank {} is not in"),
     **dict.fromkeys(("reduce", "reduced"), "adds up dense gradients"),
 }
 Put = Callable[[int, Tensor], object]
-"""Writes what a rank is to get into the one-dimensional tensor given."""
+"""Type of a function that writes a rank's part into a one-dimensional tensor."""
 
 
 class OutOfStep(UserError):
-    """Ranks that do not look up and go backward in one order."""
+    """Ranks do not look up and go backward in the same order."""
 
 
 class RankGone(RuntimeError):
@@ -48,30 +48,28 @@ class RankGone(RuntimeError):
 
 
 class SharedMemory:
-    """The mapped memory of all ranks, this one's included, and a socket to each of the others.
+    """The mapped memory of all ranks, including this one, and a socket to each other rank.
 
-    Each rank owns one sparse memory file with a region per channel, and shares its descriptor with the others over Unix
-    sockets. Writing goes to the own region, followed by a READY message to each reader; a reader copies and answers
-    DONE; before a region is written again, everybody's DONE must have come. A channel carries one message at a time:
-    one that nobody has waited for when the next is sent is read then.
-    Messages for other channels that arrive in between are kept, so channels are waited for in any order. Nothing has a
-    name in the file system, so nothing is left behind by a crash, and a rank that dies closes its sockets, which ends
-    the wait of all.
+    Each rank owns a sparse memory file with a region per channel and passes its descriptor over Unix sockets. A rank
+    writes to its own region and sends READY to each reader; a reader copies and answers DONE; a region is written again
+    only after all DONEs. A channel carries one message at a time: an unread message is read before the next is sent.
+    Messages for other channels are kept, so channels can be waited for in any order. Nothing has a name in the file
+    system, so a crash leaves nothing behind, and a dead rank's sockets close, which ends all waits.
     """
 
     def __init__(self, rank: int, memories: list[Tensor], sockets: dict[int, socket.socket]) -> None:
         self.rank, self.world_size = rank, len(memories)
         self._memories, self._sockets = memories, sockets
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(deque)
-        self._readers: dict[int, list[int]] = {}  # channel -> ranks whose DONE is owed
+        self._readers: dict[int, list[int]] = {}  # channel -> ranks that owe a DONE
         self._begun = [0] * len(CHANNELS)  # exchanges that this rank has written for
         self._unread: dict[str, Callable[[], object]] = {}  # channel -> reads its last message
 
     def all_to_all(
         self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
     ) -> Callable[[], Tensor]:
-        """One-dimensional, splits in elements, by rank. sent: by rank too, or what writes a rank's part; may be reused
-        at once."""
+        """Exchanges one-dimensional tensors; splits in elements, by rank. sent: by rank, or a function that writes a
+        rank's part; may be reused at once."""
         self._read_last(channel)
         put = sent if not isinstance(sent, Tensor) else _copies(sent, send_splits)
         starts, arrivals = [0, *accumulate(send_splits)], [0, *accumulate(receive_splits)]
@@ -91,7 +89,7 @@ class SharedMemory:
                     if len(arrived) != receive_splits[rank]:
                         raise UserError(
                             f"rank {rank} sent {len(arrived):,} {channel} where rank {self.rank} expected "
-                            f"{receive_splits[rank]:,}: all ranks look up as many samples in a step."
+                            f"{receive_splits[rank]:,}: all ranks must look up equally many samples in a step."
                         )
                     received[arrivals[rank] : arrivals[rank + 1]].copy_(arrived)
                     self.done(channel, rank)
@@ -101,8 +99,8 @@ class SharedMemory:
     def all_reduce(
         self, values: Tensor, over_hosts: Callable[[Tensor], object] = lambda own: None
     ) -> Callable[[], Tensor]:
-        """Sums in place, in rank order: every rank adds up its own slice, then takes the others' sums. over_hosts: adds
-        what other hosts have of that slice, in place."""
+        """Sums in place in rank order: each rank sums its own slice, then takes the others' sums. over_hosts: adds the
+        other hosts' values of that slice, in place."""
         self._read_last("reduce")
         region = self.write("reduce", values.numel(), values.dtype)
         region.copy_(values)
@@ -132,7 +130,7 @@ class SharedMemory:
         return self._once("reduce", read, values)
 
     def _once(self, channel: str, read: Callable[[], object], result: Tensor) -> Callable[[], Tensor]:
-        """Reads at the first call, unless the channel's next message came before."""
+        """Returns a function that reads at its first call, unless the channel's next message forced it earlier."""
 
         def finish() -> Tensor:
             if self._unread.get(channel) is read:
@@ -143,7 +141,7 @@ class SharedMemory:
         return finish
 
     def _read_last(self, channel: str) -> None:
-        """Reads the channel's last message, where nobody has: the next one takes its place."""
+        """Reads the channel's last message if unread, because the next one replaces it."""
         read = self._unread.pop(channel, None)
         if read is not None:
             read()
@@ -151,7 +149,7 @@ class SharedMemory:
     # -- one message -------------------------------------------------------------------------------------------------
 
     def write(self, channel: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """This rank's region to write to, once everybody has read what was there."""
+        """Returns this rank's region to write to, once all have read the last message."""
         number = CHANNELS.index(channel)
         for rank in self._readers.pop(number, ()):
             self._await(rank, number, _DONE)
@@ -162,14 +160,14 @@ class SharedMemory:
         return self._memories[self.rank][start : start + size].view(dtype)
 
     def tell(self, channel: str, rank: int, part: Tensor) -> None:
-        """`part` of what `write` gave is for `rank` to read."""
+        """Announces `part` of the written region to `rank`."""
         number = CHANNELS.index(channel)
         first = part.data_ptr() - self._memories[self.rank].data_ptr()
         self._readers.setdefault(number, []).append(rank)
         self._send(rank, _MESSAGE.pack(number, _READY, self._begun[number], first, part.nbytes))
 
     def read(self, channel: str, rank: int, dtype: torch.dtype) -> Tensor:
-        """Returns what `rank` has for this one: a view of its memory, until `done`."""
+        """Returns the message of `rank` as a view of its memory, valid until `done`."""
         first, size = self._await(rank, CHANNELS.index(channel), _READY)
         return self._memories[rank][first : first + size].view(dtype)
 
@@ -178,7 +176,7 @@ class SharedMemory:
 
     @property
     def _others(self) -> list[int]:
-        """Each rank starts with the next one, so that not all read from the same."""
+        """Other ranks, starting with the next one, so that not all read from the same."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _await(self, rank: int, channel: int, event: int) -> tuple[int, int]:
@@ -203,23 +201,23 @@ class SharedMemory:
         return waiting.popleft()
 
     def _say_out_of_step(self, rank: int, does: int, awaited: int) -> NoReturn:
-        """Tells all ranks. A rank's messages come in the order in which it sends them, and all ranks send in one order:
-        so what that one has begun, and this one has not, comes after what this one waits for, or that never comes."""
+        """Reports the mismatch to all ranks. All ranks send in one order, so a message for an exchange that this rank
+        has not begun means that the awaited one comes later or never."""
         for other in self._others:
             self._send(other, _MESSAGE.pack(does, _OUT_OF_STEP, 0, awaited, rank))
         raise OutOfStep(_out_of_step(rank, does, self.rank, awaited))
 
     def _send(self, rank: int, message: bytes) -> None:
-        # A rank that has left needs no message: it may have finished. If it owes one, the wait for that will tell.
+        # Ignores ranks that have left: they may have finished. If one owes a message, waiting for it reports that.
         with contextlib.suppress(ConnectionError):
             self._sockets[rank].sendall(message)
 
 
 def _out_of_step(rank: int, does: int, waiting: int, awaited: int) -> str:
     return (
-        f"rank {rank} {_DOES[CHANNELS[does]].format(waiting)}, and rank {waiting} waits for its {CHANNELS[awaited]}: "
-        "they are out of step. All ranks must look up as many batches, and all or none of them call backward() after "
-        "each: a loss that one rank leaves out, all must leave out."
+        f"rank {rank} {_DOES[CHANNELS[does]].format(waiting)}, but rank {waiting} waits for its {CHANNELS[awaited]}: "
+        "they are out of step. All ranks must look up equally many batches, and all or none of them call backward() "
+        "after each: if one rank skips a loss, all must."
     )
 
 
@@ -229,13 +227,13 @@ def _copies(sent: Tensor, splits: list[int]) -> Put:
 
 
 def connect(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Collective over `group`, a gloo one, whose timeout becomes ours. None on every rank where any of them cannot
-    share memory with the others."""
+    """Connects the ranks of a gloo group, with its timeout. Collective; None on every rank if any cannot share
+    memory."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return None
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    name = f"\0dlrm-autoshard-{secrets.token_hex(8)}"  # a leading zero byte: no file
+    name = f"\0dlrm-autoshard-{secrets.token_hex(8)}"  # abstract socket, without a file
     listener = None
     with contextlib.suppress(OSError, AttributeError):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -249,7 +247,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
     with (
         listener,
         contextlib.suppress(Exception),
-    ):  # no memory, no descriptors: whatever fails here, the others hear of it
+    ):  # whatever fails here (memory, descriptors), the others are told below
         _limit_waits(listener, timeout)
         link = _join(rank, [name for _, name in filter(None, known)], listener, timeout)
     made: list[bool] = [False] * world_size
@@ -258,7 +256,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _join(rank: int, names: list[str], listener: socket.socket, timeout: timedelta) -> SharedMemory:
-    """Higher ranks call lower ones; both sides hand over their memory's descriptor."""
+    """Connects to all ranks: higher ranks connect to lower ones, and both send their memory's descriptor."""
     memory = os.memfd_create("dlrm-autoshard")
     os.ftruncate(memory, len(CHANNELS) * _REGION_BYTES)
     hello = struct.Struct("<q")
@@ -284,7 +282,7 @@ def _join(rank: int, names: list[str], listener: socket.socket, timeout: timedel
 
 
 def _limit_waits(connection: socket.socket, timeout: timedelta) -> None:
-    """By the kernel: Python's own timeout would poll before each receive, one more system call."""
+    """Sets the kernel's timeout; Python's own would poll before each receive, which is another system call."""
     whole = int(timeout.total_seconds())
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, timeout.microseconds))
 
@@ -296,7 +294,7 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 def host_id() -> str:
-    """Equal for processes that can reach each other's memory: one kernel, one network namespace."""
+    """Returns an id that is equal for processes that can share memory: same kernel, same network namespace."""
     if sys.platform != "linux":
         return f"{sys.platform} {os.getpid()}"
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
