@@ -211,7 +211,7 @@ def test_none_of_a_few_does_not_say_that_there_is_none() -> None:
     [
         ([1.2, 1.4], "1.3 (1.2 to 1.4)"),
         ([1.3, 1.3], "1.3"),
-        ([-np.inf, np.inf], "1.3 (of few)"),
+        ([-np.inf, np.inf], "1.3 (few samples)"),
         ([1.3, np.inf], "1.3 (so far)"),
         ([-np.inf, 1.4], "1.3 (1.4 or less)"),
         ([1.2, np.inf], "1.3 (1.2 or more)"),
@@ -302,10 +302,10 @@ def test_a_figure_is_shown_only_where_its_record_counts(tmp_path: Path) -> None:
     assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive |" in full
     assert full.startswith("before\n") and full.endswith("after\n") and "old" not in full
     assert "Of 2 targets 1 met, 1 inconclusive, 0 missed." in full
-    assert "Measured at abc1234, on AMD's CPU, 2026-11-02." in full
+    assert "[Measured](results/loop-steady.json) at abc1234 on AMD's CPU, 2026-11-02." in full
     _, full = rewritten(targets={"new": ">= 2"}, verdicts={"new": "missed"})
     assert "Of 1 targets 0 met, 0 inconclusive, 1 missed." in full
-    assert "Targets without a figure, which counts as missed: 1." in full
+    assert "Targets without a figure, which count as missed: 1." in full
     _, full = rewritten(figures={"new_one": 1.0}, verdicts={"new_one": "missed"})
     assert "| new one | 1 |  | missed |" in full
     for change in ({"state": None}, {"reservations": ["quick"]}, {"environment": {"commit": "abc1234+"}}):

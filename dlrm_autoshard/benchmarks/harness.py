@@ -1,7 +1,7 @@
-"""Shared by all benchmarks: the registry, pinned ranks, targets and verdicts, and the record that is printed.
+"""Runs benchmarks by name: their list, pinned ranks, targets and verdicts, and the record that is printed.
 
-A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` that NAMES lists, with TITLE, ROUGH_TIME
-("2 min") and `run(quick)`, which returns its `Findings` as a dictionary.
+A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` in NAMES, with TITLE, ROUGH_TIME ("2 min")
+and `run(quick)`, which returns its `Findings` as a dictionary.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dlrm_autoshard.formats import versions
 
 SCHEMA = 2
 STATE = 1
-"""Raise it when a benchmark measures something else, or otherwise: records of older states no longer count."""
+"""Raised when benchmarks measure something else, or in another way: records of older states no longer count."""
 UNKNOWN = "+"
-"""Marks a commit that is unknown, or that has local changes."""
+"""Marks a commit that is unknown or has local changes."""
 QUIET_LOAD = 0.5
-"""Largest share of the cores that other work may take before or during a benchmark; above it no figure counts."""
+"""Largest share of the cores that other work may take; above it no target counts as met."""
 NAMES = (
     "planner-quality",
     "planner-oracle",
@@ -61,7 +61,7 @@ class BenchError(UserError):
 
 @dataclass
 class Findings:
-    """Results of a benchmark. targets: '>= 1.0', by figure. spread: 95% intervals, by figure. notes: sentences."""
+    """Results of a benchmark. targets: '>= 1.0', by figure. spread: 95% intervals, by figure. notes: explanations."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def put(self, name: str, found: object, target: str | None = None, *, digits: int | None = None) -> None:
-        """Adds a figure. A Ratio brings its interval; None could not be measured, and misses its target."""
+        """Adds a figure; a Ratio adds its interval. None was not measured, and misses its target."""
         if isinstance(found, Ratio):
             found = found if digits is None else found.map(lambda value: round(value, digits))
             self.spread[name] = [found.low, found.high]
@@ -106,7 +106,7 @@ def available() -> list[Listing]:
 
 
 def rough_seconds(name: str) -> float | None:
-    """Returns the seconds that a benchmark takes about; None where it is unknown."""
+    """Returns about how many seconds a benchmark takes; None for an unknown one."""
     for listing in available():
         if listing.name == name and listing.rough_time:
             number, unit, *_ = listing.rough_time.replace(";", "").split()
@@ -115,14 +115,14 @@ def rough_seconds(name: str) -> float | None:
 
 
 def run_benchmark(name: str, quick: bool, without: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs one and returns its record. without: parts to leave out, for benchmarks that can."""
+    """Runs a benchmark and returns its record. without: rules to leave out, where the benchmark takes any."""
     names = [listing.name for listing in available()]
     if name not in names:
         raise BenchError(f"there is no benchmark '{name}'. There are: {', '.join(names) or 'none yet'}.")
     load, cores, started = os.getloadavg()[0], len(os.sched_getaffinity(0)), time.perf_counter()
     run = importlib.import_module(_module(name)).run
     if without and "without" not in inspect.signature(run).parameters:
-        raise BenchError(f"benchmark '{name}' has nothing to leave out.")
+        raise BenchError(f"benchmark '{name}' takes no --without.")
     outcome = run(quick, without=without) if without else run(quick)
     return finish(name, quick, outcome, time.perf_counter() - started, load, cores)
 
@@ -135,9 +135,9 @@ def finish(
     load_before: float = 0.0,
     cores: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the whole record. load_before, cores: load average and cores when the benchmark began.
+    """Returns the record. load_before, cores: load average and cores when the benchmark began.
 
-    outcome: a dictionary of Findings. One that was measured in several starts adds "measured_at" (commits), "cpus" and
+    outcome: Findings as a dictionary; if measured in several starts, also "measured_at" (commits), "cpus" and
     "load_before" (the highest).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
@@ -174,7 +174,7 @@ VERDICTS: tuple[Verdict, ...] = ("met", "inconclusive", "missed")
 def verdict(figure: object, target: str, interval: Sequence[float] | None = None) -> Verdict:
     """Returns "met" where the whole 95% interval passes, "missed" where none of it does, else "inconclusive".
 
-    A figure without an interval is a count, or exact. A missing figure misses, and so does one that is not a number."""
+    A figure without an interval is exact, or a count. A missing figure and one that is not a number are missed."""
     if not _is_number(figure):
         return "missed"
     ends = [figure] if interval is None else list(interval)
@@ -206,7 +206,7 @@ _RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 def on_pinned_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
-    """Runs ranks, each with one thread on a core of its own; ranks beyond the number of cores share them."""
+    """Runs ranks with one thread each, pinned to cores in turn; returns what the function returned on each rank."""
     from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 
     return run_ranks(function, world_size, *args, timeout=timeout, cores=sorted(os.sched_getaffinity(0)))

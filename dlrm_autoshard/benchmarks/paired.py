@@ -1,4 +1,4 @@
-"""Paired timing, and how sure a figure of some rounds is: contenders interleaved, 95% bootstrap intervals.
+"""Interleaves contenders, and gives figures of some rounds 95% bootstrap intervals.
 
 ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
 ratio.median, ratio.low, ratio.high
@@ -30,21 +30,21 @@ class Ratio:
 
 
 def in_words(value: float, interval: Sequence[float], digits: str) -> str:
-    """Writes an interval: '1.22 to 1.34', '1.22 or more', 'of few' without ends, '' for a point."""
+    """Writes an interval: '1.22 to 1.34', '1.22 or more', 'few samples' without ends, '' for a point."""
     low, high = interval[0], interval[-1]
     if low == high:
         return ""
     if math.isinf(low) and math.isinf(high):
-        return "of few"
+        return "few samples"
     if math.isinf(high):
         return "so far" if low == value else f"{low:{digits}} or more"
     return f"{high:{digits}} or less" if math.isinf(low) else f"{low:{digits}} to {high:{digits}}"
 
 
 def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int = 1) -> tuple[list[float], ...]:
-    """Runs the contenders in turn, A B A B ..., so that a slow stretch of the machine falls on all of them alike.
+    """Runs the contenders in turn, A B A B ..., and returns each one's seconds by round.
 
-    Returns each contender's seconds by round. A contender that returns a float has timed itself; None is timed here.
+    A slow stretch of the machine thus hits all of them alike. A contender that returns a float has timed itself.
     """
     seconds: tuple[list[float], ...] = tuple([] for _ in contenders)
     for number in range(warmup + rounds):
@@ -80,9 +80,11 @@ def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
 
 
 def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
-    """Returns a statistic with its 95% bootstrap interval. Each draw takes the same rounds of every sample, so that
-    paired measurements stay paired. Fewer than five samples get an infinite interval: the range of two holds the median
-    half of the time, that of four 87%. statistic: reduces arrays along their last axis."""
+    """Returns a statistic with its 95% bootstrap interval. statistic: reduces arrays along their last axis.
+
+    Each draw takes the same rounds of every sample, so that paired measurements stay paired. Fewer than five rounds get
+    an infinite interval: the range of two holds the median half of the time, that of four 87%.
+    """
     rows = np.asarray(samples, dtype=np.float64)
     found, count = float(statistic(*rows)), rows.shape[1]
     if count < FEWEST:
@@ -94,7 +96,7 @@ def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
 
 
 def proportion(count: int, of: int) -> Ratio:
-    """Returns count / of with its 95% interval (Wilson 1927): none of 12 does not mean none of 50."""
+    """Returns count / of with its 95% interval (Wilson 1927). Zero of 12 does not mean zero of 50."""
     z = NormalDist().inv_cdf(0.975)
     middle = (count + z * z / 2) / (of + z * z)
     reach = z / (of + z * z) * (count * (of - count) / of + z * z / 4) ** 0.5
@@ -102,7 +104,7 @@ def proportion(count: int, of: int) -> Ratio:
 
 
 def _outside(count: int) -> float:
-    """Returns the share of draws on each side of a 95% interval. It is less than 2.5%, since draws from few samples
+    """Returns the share of draws outside a 95% interval on each side: less than 2.5%, because draws from few samples
     differ too little ("expanded percentile": Hesterberg 2015, The American Statistician 69)."""
     normal, degrees = NormalDist(), count - 1
     z = normal.inv_cdf(0.975)

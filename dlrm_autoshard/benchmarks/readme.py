@@ -1,7 +1,7 @@
-"""The README's three figures, and all in FIGURES.md, from the records in results/: `dlrm-autoshard bench readme`.
+"""Writes the README's three figures, and FIGURES.md, from the records in results/: `dlrm-autoshard bench readme`.
 
-A figure counts where its record is of the current STATE, full, of a clean commit, and was taken on a quiet machine;
-others are left out, and the benchmarks that would have to be run for them are named. Nobody writes a figure by hand.
+A record counts if it is of the current STATE, a full run, of a clean commit, and from a quiet machine. Benchmarks
+without such a record are named. No figure is written by hand.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Record = Mapping[str, Any]
 
 
 def objections(record: Record) -> list[str]:
-    """Why a record's figures cannot stand in the README."""
+    """Returns the reasons why a record does not count."""
     found = [] if record.get("state") == STATE else [f"it is of state {record.get('state')}, not {STATE}"]
     found += ["it is not of a clean commit"] if any(commit.endswith("+") for commit in commits_of(record)) else []
     return [*found, *record.get("reservations", [])]
 
 
 def commits_of(record: Record) -> list[str]:
-    """At which it was measured; "+" for one that nobody knows."""
+    """Returns the commits at which a record was measured; "+" for an unknown one."""
     return record.get("measured_at") or [record["environment"].get("commit") or "+"]
 
 
 def maker_of_cpu(record: Record) -> str:
-    """'AMD' of 'AMD EPYC': kernels compare otherwise on another maker's."""
+    """Returns 'AMD' for 'AMD EPYC': kernels compare differently on another maker's CPU."""
     cpu = str(record["environment"].get("cpu", "?"))
     return ", ".join(maker for maker in ("AMD", "Intel") if maker in cpu) or cpu
 
 
 def rewrite(readme: Path, results: Path = RESULTS, every: Path = ALL) -> str:
-    """Writes figures into the README, and all of them into `every`; returns what a person should know of it."""
+    """Writes figures into both pages; returns what was written, and which records do not count."""
     counted, left_out = records(results)
     places = {(readme, PITCH): pitch(counted), (every, (FIRST, LAST)): table(counted)}
     for page, marks in places:
@@ -63,7 +63,7 @@ def _around_marks(page: Path, first: str, last: str) -> tuple[str, str]:
 
 
 def records(results: Path = RESULTS) -> tuple[dict[str, Record], dict[str, list[str]]]:
-    """By benchmark: the records that count, and why the others do not."""
+    """Returns the records that count, and the reasons why the others do not, by benchmark."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     left_out = {name: why for name, record in found.items() if (why := objections(record))}
     return {name: record for name, record in found.items() if name not in left_out}, left_out
@@ -82,7 +82,7 @@ def pitch(counted: Mapping[str, Record]) -> str:
 
 
 def table(counted: Mapping[str, Record]) -> str:
-    """How many targets are met; then every figure that is asked for, or that a row is of, benchmark by benchmark."""
+    """Returns the text of FIGURES.md: how many targets are met, then a section for each benchmark."""
     verdicts = Counter(verdict for record in counted.values() for verdict in record["verdicts"].values())
     told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("met", "inconclusive", "missed"))
     text = [f"Of {verdicts.total()} targets {told}.", ""]
@@ -90,26 +90,35 @@ def table(counted: Mapping[str, Record]) -> str:
         if benchmark.name in counted:
             text += [f"## `bench {benchmark.name}`", "", *_section(benchmark, counted[benchmark.name]), ""]
     missing = ", ".join(f"`{one.name}`" for one in available() if one.name not in counted)
-    return "\n".join(
-        [*text, *[f"Not measured at this state of the code yet, so not shown: {missing}."] * bool(missing)]
-    )
+    return "\n".join([*text, *[f"Without a record that counts: {missing}."] * bool(missing)])
 
 
 def _section(benchmark: Listing, record: Record) -> list[str]:
     gpus = sorted(set(record["environment"].get("gpus", [])))
     where = f"an {' and '.join(gpus)}" if gpus else f"{maker_of_cpu(record)}'s CPU"
     day = str(record["environment"].get("date", "?")).partition("T")[0]
-    at = f"Measured at {', '.join(commits_of(record))}, on {where}, {day}."
-    text = [f"{benchmark.title[:1].upper()}{benchmark.title[1:]}. {at}", ""]
-    rows = {**ROWS.get(benchmark.name, {})}
-    # A figure that has a target and no row is shown all the same.
-    rows |= {figure: figure.replace("_", " ") for figure in record["verdicts"] if figure not in rows}
-    figures = record["figures"]
-    measured = [figure for figure in rows if isinstance(figures.get(figure), (int, float))]
-    text += [*_HEAD, *(_line(figure, rows[figure], record) for figure in measured)]
-    if without := sum(not isinstance(figures.get(figure), (int, float)) for figure in record["verdicts"]):
-        text += ["", f"Targets without a figure, which counts as missed: {without}."]
+    at = f"[Measured](results/{benchmark.name}.json) at {', '.join(commits_of(record))} on {where}, {day}."
+    intro = textwrap.wrap(f"{benchmark.title[:1].upper()}{benchmark.title[1:]}. {at}", 120, break_on_hyphens=False)
+    text = [*intro, "", *_HEAD]
+    figures, verdicts = record["figures"], record["verdicts"]
+    has_figure = {figure for figure, value in figures.items() if isinstance(value, (int, float))}
+    rows = dict(ROWS.get(benchmark.name, {}))
+    others = Counter(verdicts[figure] for figure in has_figure.intersection(verdicts).difference(rows))
+    if others.total() <= FEW_OTHERS:
+        others.clear()
+    # A missed target without a row is shown all the same.
+    shown = {figure for figure, verdict in verdicts.items() if verdict == "missed" or not others}
+    rows |= {figure: figure.replace("_", " ") for figure in verdicts if figure in shown and figure not in rows}
+    text += [_line(figure, rows[figure], record) for figure in rows if figure in has_figure]
+    if counts := [f"{others[verdict]} {verdict}" for verdict in ("met", "inconclusive") if others[verdict]]:
+        text += ["", f"Other targets in the record: {', '.join(counts)}."]
+    if without := len(set(verdicts) - has_figure):
+        text += ["", f"Targets without a figure, which count as missed: {without}."]
     return text
+
+
+FEW_OTHERS = 12
+"""Up to so many targets without a row are shown; of more, those that are missed are shown, the others counted."""
 
 
 _HEAD = ("| what | measured (95%) | target | |", "| --- | --- | --- | --- |")
@@ -122,7 +131,7 @@ def _line(figure: str, what: str, record: Record) -> str:
 
 
 def cell(record: Record, figure: str, *, digits: str = ".3g") -> str:
-    """'1.30 (1.22 to 1.34)'; '1.30 (of few)', which has no interval; '1.09 (so far)', that may come to more."""
+    """Returns '1.30 (1.22 to 1.34)', '1.30 (few samples)' without an interval, or '1.09 (so far)', a lower bound."""
     value, interval = record["figures"].get(figure), record["spread"].get(figure)
     told = in_words(value, interval, digits) if interval else ""
     return f"{value:{digits}} ({told})" if told else f"{value:{digits}}"

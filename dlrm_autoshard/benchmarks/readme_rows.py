@@ -1,7 +1,4 @@
-"""The README's three figures, and names of benchmarks' figures in FIGURES.md.
-
-A figure that has a target and is missing here appears under its own name.
-"""
+"""The README's three figures, and names of benchmarks' figures in FIGURES.md."""
 
 from __future__ import annotations
 
@@ -26,72 +23,65 @@ REASONS: Mapping[str, tuple[str, str]] = {
 }
 """The README's bullets: a benchmark, its figure, and the sentence around it."""
 FOUR_DIGITS = "over_near_optimum"
-"""Figures that begin so are shown with four digits; others with three."""
+"""Prefix of figures that are shown with four digits; others have three."""
 ROWS: Mapping[str, Mapping[str, str]] = {
-    "race-simulated": {
-        "real noise, abrupt: above the oracle, %": "simulated, pooling permuted once",
-        "real noise, hot-ids: above the oracle, %": "the same, other rows become hot",
-        "real noise, straggler: above the oracle, %": "the same, a rank half as fast for a while",
-        "real noise, calm: overhead, %": "deciding and timing steps where nothing changes",
-    },
-    "loop-drift": {
-        "recovered": "pooling permuted in mid-run: recovered of the gap between static and oracle",
-    },
-    "loop-straggler": {
-        "recovered": "half of a core taken: recovered of what the best plan known recovers",
-        "after_it_ended": "after it ends, of the healthy plan's speed",
-    },
-    "loop-steady": {
-        "moves": "moves in 10 epochs where nothing changes",
-        "overhead": "part of the job's time, start-up planning and profiling included",
-        "next_epoch_error": "cost model's error on the next epoch, median over epochs 3 to 9",
-    },
-    "train-wemb": {
-        "1 rank: over torchrec": "lookup-heavy training over torchrec, 1 rank",
-        "2 ranks: over torchrec": "2 ranks, torchrec with its own planner, ours through shared memory",
-        "2 ranks: tcp, over torchrec": "the same, ours through TCP as torchrec",
-        "2 ranks: share of limit": "share of the kernels' limit on 2 ranks",
-    },
-    "train-wsmall": {
-        "1 rank: over torchrec": "MLP-heavy training over torchrec, 1 rank",
-        "2 ranks: over torchrec": "the same on 2 ranks",
-    },
-    "gpu-all": {
-        "peer.w_emb: over the fastest of them": "lookup-heavy training on an H200, over TorchRec's fastest",
-        "peer.w_small: over the fastest of them": "MLP-heavy training there",
-    },
     "planner-quality": {
-        "all cells: auto / best heuristic": "plans' cost over the best heuristic's, unseen tables",
-        "all cells: auto: excess removed": "of the best heuristic's excess over perfect balance",
-        "20x8 auto: excess removed": "20 tables x 8 devices (exchange modelled): of that excess",
-        "20x8 auto, tables split: excess removed": "the same where tables may be split by columns",
-        "50x8 auto, tables split: excess removed": "the same, 50 tables x 8 devices",
-        "100x8 auto, tables split: excess removed": "the same, 100 tables x 8",
-        "20x8 tasks": "on how many tasks so far, 20 x 8",
-        "50x8 tasks": "the same, 50 x 8",
-        "100x8 tasks": "the same, 100 x 8",
+        "all cells: auto / best heuristic": "all tasks: a plan's cost over the best heuristic's",
+        "all cells: auto: excess removed": "all tasks: share of the best heuristic's excess over balance removed",
+        "20x8 auto: excess removed": "the same, 20 tables on 8 devices (exchange modelled)",
+        "20x8 auto, tables split: excess removed": "the same, tables may be split by columns",
+        "50x8 auto, tables split: excess removed": "the same, 50 tables, split by columns",
+        "100x8 auto, tables split: excess removed": "the same, 100 tables, split by columns",
+        "all cells: auto: tasks behind by > 1%": "share of tasks in which a simpler plan costs over 1% less",
     },
     "planner-oracle": {
-        "over_near_optimum_20x4": "plans' cost over the near-optimum, by an oracle, 20 x 4",
-        "over_near_optimum_50x4": "the same, 50 tables x 4 devices",
-        "over_near_optimum_100x8": "the same, 100 tables x 8",
-        "over_best_heuristic_20x4": "plans' cost over the best heuristic's, by an oracle, 20 x 4",
-        "over_best_heuristic_50x4": "the same, 50 tables x 4 devices",
-        "over_best_heuristic_100x8": "the same, 100 tables x 8",
-        "split_over_whole_20x8": "where tables may be split by columns, over whole ones, 20 x 8",
-        "split_over_whole_50x8": "the same, 50 tables x 8 devices",
+        "over_near_optimum_20x4": "a plan's cost over the near-optimum, 20 tables on 4 devices",
+        "over_near_optimum_50x4": "the same, 50 tables on 4",
+        "over_near_optimum_100x8": "the same, 100 tables on 8",
+        "over_best_heuristic_20x4": "a plan's cost over the best heuristic's, 20 tables on 4",
+        "over_best_heuristic_50x4": "the same, 50 tables on 4",
+        "over_best_heuristic_100x8": "the same, 100 tables on 8",
+        "split_over_whole_20x8": "plans with tables split by columns over whole tables, 20 tables on 8",
+        "split_over_whole_50x8": "the same, 50 tables on 8",
+    },
+    "loop-drift": {"recovered": "share of the gap between the static and the oracle's plan that is recovered"},
+    "loop-straggler": {
+        "recovered": "share recovered of what the best plan known recovers",
+        "after_it_ended": "speed after the return, over the healthy plan's before",
+    },
+    "loop-steady": {
+        "moves": "moves",
+        "overhead": "share of the job's time: planning at the start, profiling, deciding",
+        "next_epoch_error": "cost model's error on the next epoch",
+    },
+    "torchrec-loop": {"of best known": "speed after the moves over that of the best plan known"},
+    "train-wemb": {
+        "1 rank: over torchrec": "speed over TorchRec's fastest setting, 1 rank",
+        "2 ranks: over torchrec": "the same, 2 ranks, TorchRec with its own planner, ours through shared memory",
+        "2 ranks: tcp, over torchrec": "the same, ours over TCP as TorchRec",
+    },
+    "train-wsmall": {
+        "1 rank: over torchrec": "speed over TorchRec's fastest setting, 1 rank",
+        "2 ranks: over torchrec": "the same, 2 ranks, TorchRec with its own planner, ours through shared memory",
     },
     "own-loop": {
-        "W-emb, 2 ranks: step time over the trainer's": "a step in a loop of one's own over our trainer's",
-        "W-small, 2 ranks: step time over the trainer's": "the same, MLP-heavy",
-    },
-    "torchrec-loop": {
-        "of best known": "TorchRec from its worst plan, moved by Autoshard: of the best plan known",
+        "W-emb, 2 ranks: step time over the trainer's": "a step over our trainer's, lookups dominate (W-emb)",
+        "W-small, 2 ranks: step time over the trainer's": "the same, MLPs dominate (W-small)",
     },
     "splits": {
         "one dominant table of 26, 2 ranks: speed over the best table-wise plan": (
-            "a table with half of all lookups, split by columns: over the best table-wise plan"
+            "one table with half of all lookups, split by columns on 2 ranks: speed over the best table-wise plan"
         ),
-        "planning 50 tables x 8 devices, with splits over without": "what splits take to plan, 50 x 8",
+        "planning 50 tables x 8 devices, with splits over without": "time to plan with splits over without, 50 x 8",
+    },
+    "race-simulated": {
+        "real noise, abrupt: above the oracle, %": "pooling permuted once: % above the oracle",
+        "real noise, hot-ids: above the oracle, %": "other rows become hot: % above the oracle",
+        "real noise, straggler: above the oracle, %": "a rank half as fast for a while: % above the oracle",
+        "real noise, calm: overhead, %": "nothing changes: % of the time for deciding and timing steps",
+    },
+    "gpu-all": {
+        "peer.w_emb: over the fastest of them": "speed over TorchRec's fastest setting, lookups dominate (W-emb)",
+        "peer.w_small: over the fastest of them": "the same, MLPs dominate (W-small)",
     },
 }
