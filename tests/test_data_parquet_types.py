@@ -148,7 +148,7 @@ def test_what_the_first_files_had_is_recorded_and_held_against_later_ones(tmp_pa
         assert isinstance(recorded, ParquetData) and recorded.tables[0].hash is hashed
     numbers = settled(section(train), opened(train))
     later = numbers.model_copy(update={"test": [str(words)]})
-    with pytest.raises(DataError, match=r"words\.parquet': column 'user' holds string, and its ids are rows as they"):
+    with pytest.raises(DataError, match=r"words\.parquet': column 'user' holds string, but its ids are used as rows"):
         open_source(later, TablesConfig(), labelled=False, splits=["test"])
 
 

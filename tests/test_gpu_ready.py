@@ -52,7 +52,7 @@ def test_a_rank_without_a_gpu_among_others_is_named_on_all() -> None:
     store, devices = dist.HashStore(), ["GPU a", "cpu", "GPU b"]
     with ThreadPoolExecutor(len(devices)) as ranks:
         for chosen in [ranks.submit(choose_backend, device, rank, 3, store) for rank, device in enumerate(devices)]:
-            with pytest.raises(RuntimeFailure, match="rank 1 sees no GPU, and rank 0 has one"):
+            with pytest.raises(RuntimeFailure, match="rank 1 sees no GPU, but rank 0 has one"):
                 chosen.result()
 
 

@@ -136,7 +136,7 @@ def test_parts_that_are_not_of_the_batch_are_refused() -> None:
     pooled = torch.zeros(4, 2)
     with pytest.raises(das.UserError, match="4 samples cannot be divided into 5 parts"):
         next(das.in_parts(pooled, 5))
-    with pytest.raises(das.UserError, match="parts have 3 samples, and the batch has 4"):
+    with pytest.raises(das.UserError, match="parts have 3 samples, but the batch has 4"):
         next(das.in_parts(pooled, [1, 2]))
     with pytest.raises(das.UserError, match="all with weights_N"):
         das.joined_ids([(pooled,)])

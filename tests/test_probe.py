@@ -244,8 +244,8 @@ def test_ranks_measure_plans_together_and_other_ranks_are_free_afterwards() -> N
 def test_a_rank_that_cannot_measure_fails_rank_zero_and_hangs_nobody() -> None:
     messages = run_ranks(_fail_on_rank_one, 2, timeout=60)
     assert messages[0] == (
-        "rank 1 could not measure its shard: out of memory, says the test. autoshard.measure_plans=0 starts without "
-        "measuring."
+        "rank 1 could not measure its shard: out of memory, says the test. Set autoshard.measure_plans=0 to start "
+        "without measuring."
     )
     assert messages[1] is None
 

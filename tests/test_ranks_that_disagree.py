@@ -23,18 +23,18 @@ from tests.ranks import run_ranks
 ITEM, USER = TableConfig("item", 60, 8), TableConfig("user", 100, 8)
 GIVEN: dict[str, Any] = {"tables": (ITEM, USER), "optimizer": SGD(lr=0.5)}
 OTHERWISE: list[tuple[dict[str, Any], str]] = [
-    ({"tables": (USER, ITEM)}, "table 0 is 'item' (60 rows of 8, fp32, sum) on rank 0, and 'user' "),
+    ({"tables": (USER, ITEM)}, "table 0 is 'item' (60 rows of 8, fp32, sum) on rank 0, but 'user' "),
     ({"tables": (ITEM, replace(USER, num_embeddings=90))}, "table 1 is 'user' (100 rows of 8"),
-    ({"tables": (ITEM, replace(USER, embedding_dim=4))}, "and 'user' (100 rows of 4, fp32, sum) on rank 1"),
-    ({"tables": (ITEM, replace(USER, pooling="mean"))}, "and 'user' (100 rows of 8, fp32, mean) on rank 1"),
-    ({"tables": (ITEM,)}, "and not there on rank 1"),
+    ({"tables": (ITEM, replace(USER, embedding_dim=4))}, "but 'user' (100 rows of 4, fp32, sum) on rank 1"),
+    ({"tables": (ITEM, replace(USER, pooling="mean"))}, "but 'user' (100 rows of 8, fp32, mean) on rank 1"),
+    ({"tables": (ITEM,)}, "but not there on rank 1"),
     ({"tables": (replace(ITEM, dtype="fp16"), replace(USER, dtype="fp16"))}, "60 rows of 8, fp16"),
-    ({"optimizer": SGD(lr=0.4)}, "the optimizer's lr is 0.5 on rank 0, and 0.4 on rank 1"),
-    ({"optimizer": Adagrad(lr=0.5)}, "the optimizer's name is sgd on rank 0, and adagrad on rank 1"),
-    ({"plan": ShardingPlan({"item": 1, "user": 0}, 2)}, "the plan's rank of 'item' is 0 on rank 0, and 1 on rank 1"),
-    ({"features": {"item": ["bought", "seen"]}}, "features['item'] is not there on rank 0, and bought, seen"),
-    ({"seed": 3}, "seed is 0 on rank 0, and 3 on rank 1"),
-    ({"exchange_dtype": "bf16"}, "exchange_dtype is fp32 on rank 0, and bf16 on rank 1"),
+    ({"optimizer": SGD(lr=0.4)}, "the optimizer's lr is 0.5 on rank 0, but 0.4 on rank 1"),
+    ({"optimizer": Adagrad(lr=0.5)}, "the optimizer's name is sgd on rank 0, but adagrad on rank 1"),
+    ({"plan": ShardingPlan({"item": 1, "user": 0}, 2)}, "the plan's rank of 'item' is 0 on rank 0, but 1 on rank 1"),
+    ({"features": {"item": ["bought", "seen"]}}, "features['item'] is not there on rank 0, but bought, seen"),
+    ({"seed": 3}, "seed is 0 on rank 0, but 3 on rank 1"),
+    ({"exchange_dtype": "bf16"}, "exchange_dtype is fp32 on rank 0, but bf16 on rank 1"),
     ({"exchange_dtype": "fp8"}, "exchange_dtype is 'fp8'; it must be one of"),
     ({"tables": ()}, "there are no tables"),
 ]  # fmt: skip
@@ -58,12 +58,12 @@ def test_tables_or_settings_that_differ_are_named_on_all_ranks() -> None:
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"every_steps": 7}, "autoshard.reshard.every_steps is 5 on rank 0, and 7 on rank 1"),
-    ({"sample_every": 3}, "Autoshard's sample_every is not there on rank 0, and 3 on rank 1"),
-    ({"total_steps": 100}, "Autoshard's total_steps is not there on rank 0, and 100"),
-    ({"pinned": {"item": 1}}, "autoshard.pinned.item is not there on rank 0, and 1 on rank 1"),
+    ({"every_steps": 7}, "autoshard.reshard.every_steps is 5 on rank 0, but 7 on rank 1"),
+    ({"sample_every": 3}, "Autoshard's sample_every is not there on rank 0, but 3 on rank 1"),
+    ({"total_steps": 100}, "Autoshard's total_steps is not there on rank 0, but 100"),
+    ({"pinned": {"item": 1}}, "autoshard.pinned.item is not there on rank 0, but 1 on rank 1"),
     ({"run_dir": "elsewhere"}, "Autoshard's run_dir is "),
-    ({"enabled": False}, "autoshard.enabled is True on rank 0, and False on rank 1"),
+    ({"enabled": False}, "autoshard.enabled is True on rank 0, but False on rank 1"),
     ({"pinnd": {}}, "unknown key 'autoshard.pinnd'"),
 ]
 

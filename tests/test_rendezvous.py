@@ -42,7 +42,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(RankError, match=r"rank\(s\) 2 of 3 did not arrive within 2 s"):
         run_ranks(one_stays_away, 3, agent.port, 2, timeout=30)
-    with pytest.raises(RankError, match=r"rank 1 of 2 has not met the others at 127\.0\.0\.1:\d+"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 did not reach the others at 127\.0\.0\.1:\d+"):
         run_ranks(one_stays_away, 2, agent.port, 0, timeout=30)
 
 

@@ -341,7 +341,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_ranks_that_differ_and_plans_of_replicated_tables_are_refused() -> None:
     for no_batch, differ, placed in run_ranks(refused, 2):
-        assert "needs batch_size=" in no_batch and "the plan's rank of 'day' is 1 on rank 0, and not there" in differ
+        assert "needs batch_size=" in no_batch and "the plan's rank of 'day' is 1 on rank 0, but not there" in differ
         assert "places 'day', 'hour', which the model does not have" in placed
 
 

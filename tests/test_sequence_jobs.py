@@ -153,7 +153,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(PlugInError, match=r"has no parameter `sequences`, but tables.sequences names 'item'"):
         make_model(3, [], made.model, sequences={"item": item})
     wrong = parse_config({**made.model_dump(mode="json"), "tables": {"sequences": {"itm": {"max_length": 5}}}})
-    with pytest.raises(DataError, match=r"'itm' is no feature. Did you mean 'item'"):
+    with pytest.raises(DataError, match=r"'itm' is not a feature. Did you mean 'item'"):
         open_source(wrong.data, wrong.tables)
     source = open_source(made.data, made.tables)
     assert said_of_cuts(source) == []

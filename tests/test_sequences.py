@@ -329,7 +329,7 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(UserError, match=r"rows_once is 'yes'; it must be True, False or 'auto'"):
         ShardedEmbeddingBags(TABLES, rows_once="yes")  # type: ignore[arg-type]
     for sequences, said in [
-        (["clickz"], "'clickz' is no feature. Did you mean 'clicks'?"),
+        (["clickz"], "'clickz' is not a feature. Did you mean 'clicks'?"),
         ("clicks", "a list of names"),
     ]:
         with pytest.raises(UserError, match=said):

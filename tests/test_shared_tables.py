@@ -169,7 +169,7 @@ def test_what_cannot_share_a_table_is_said() -> None:
     ]:
         with pytest.raises(DataError, match=said):
             resolve_tables(rows, TablesConfig(shared=sharing))
-    with pytest.raises(DataError, match="'b' has 9 rows of 4, a feature before it of table 'x' 5 rows of 4"):
+    with pytest.raises(DataError, match="'b' has 9 rows of 4, but an earlier feature of table 'x' 5 rows of 4"):
         Features.of([TableConfig("a", 5, 4), TableConfig("b", 9, 4)], {"x": ["a", "b"]})
     with pytest.raises(DataError, match="embedding_dims names a table 'bought'"):
         resolve_tables(rows, TablesConfig(shared={"item": ["bought", "clicked"]}, embedding_dims={"bought": 8}))

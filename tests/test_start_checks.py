@@ -86,7 +86,7 @@ def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks:
     ("sections", "about", "said"),
     [
         ({}, {"steps": 1000, "interval": 100}, None),
-        ({}, {"steps": 100, "interval": 100}, r"after 100 steps, and 100 are left. Set autoshard.reshard.every_steps"),
+        ({}, {"steps": 100, "interval": 100}, r"after 100 steps, and 100 are left. Lower autoshard.reshard.every_steps"),
         ({}, {"steps": 3, "interval": 100}, r"an epoch has 3 steps, and the first 5 are never sampled"),
         ({"profile": {"enabled": False}}, {"steps": 1000, "interval": 100}, r"nothing is measured \(profile.enabled"),
         ({"autoshard": {"enabled": False}}, {"steps": 3, "interval": 100}, None),
@@ -94,7 +94,7 @@ def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks:
         (
             {"autoshard": {"enabled": False}},
             {"steps": 2, "interval": 1, "samples": 30},
-            r"A step takes 64 samples \(32 on each of 2 ranks\), and there are 30: an epoch is one step",
+            r"A step takes 64 samples \(32 on each of 2 ranks\), but there are 30: an epoch is a single, smaller step",
         ),
     ],
 )
