@@ -86,7 +86,11 @@ def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks:
     ("sections", "about", "said"),
     [
         ({}, {"steps": 1000, "interval": 100}, None),
-        ({}, {"steps": 100, "interval": 100}, r"after 100 steps, and 100 are left. Lower autoshard.reshard.every_steps"),
+        (
+            {},
+            {"steps": 100, "interval": 100},
+            r"after 100 steps, and 100 are left. Lower autoshard.reshard.every_steps",
+        ),
         ({}, {"steps": 3, "interval": 100}, r"an epoch has 3 steps, and the first 5 are never sampled"),
         ({"profile": {"enabled": False}}, {"steps": 1000, "interval": 100}, r"nothing is measured \(profile.enabled"),
         ({"autoshard": {"enabled": False}}, {"steps": 3, "interval": 100}, None),
