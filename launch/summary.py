@@ -31,7 +31,7 @@ def summarize(run_dir: Path) -> str:
         lines.append(f"  throughput  {speeds[-1]:,.0f} examples/s over {plan.world_size} ranks")
     for rank in range(plan.world_size):
         label = "placement" if rank == 0 else ""
-        lines.append(f"  {label:<10}  rank {rank}: {', '.join(plan.tables_on(rank)) or 'no tables'}")
+        lines.append(f"  {label:<10}  rank {rank}: {', '.join(plan.shards_on(rank)) or 'no tables'}")
     if record.decisions:
         lines.append(f"  autoshard   {autoshard_in_one_line(record)}")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
@@ -122,7 +122,7 @@ class Training:
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
             self.plan = decision.new_plan
-            made = [move.record(self.bytes_of[Shard.parse(move.table).table]) for move in moves]
+            made = [move.record(self.bytes_of[move.shard.table]) for move in moves]
             decision = self.controller.moved(made, 0.1 + sum(move["bytes"] for move in made) / 1e9)
         return decision
 

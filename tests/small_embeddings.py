@@ -63,7 +63,7 @@ def own_tensors(embeddings: ShardedEmbeddings) -> dict[str, torch.Tensor]:
     """Copies of this rank's rows and optimizer state: `item.weight`."""
     return {
         f"{name}.{key}": value.clone()
-        for name in embeddings.plan.tables_on(embeddings.rank)
+        for name in embeddings.plan.shards_on(embeddings.rank)
         for key, value in embeddings.storage.tensors(name).items()
     }
 

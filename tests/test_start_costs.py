@@ -86,7 +86,7 @@ def test_only_those_parts_are_made_that_are_measured(monkeypatch: pytest.MonkeyP
     )
     split = PlacementTask.split
 
-    def heard(self: PlacementTask, name: str) -> PlacementTask | None:
+    def heard(self: PlacementTask, name: Shard) -> PlacementTask | None:
         made.append(name)
         return split(self, name)
 
@@ -336,7 +336,7 @@ def test_calibration_looks_at_heavy_tables_alone_and_at_sets_like_a_ranks_share(
     assert calibration_shards(task, seed=0) == (alone, sets)
     splitting = replace(task, splits=Splits(max_parts=4, min_dim=4))
     more = [name for [name] in calibration_shards(splitting, seed=0)[0] if name not in task.names]
-    assert 0 < len(more) <= 8 and all(name.startswith(f"{Shard.parse(name).table}[0:") for name in more)
+    assert 0 < len(more) <= 8 and all(name.startswith(f"{name.table}[0:") for name in more)
 
 
 def test_parts_are_measured_down_to_the_width_at_which_they_are_no_costlier_than_an_even_share() -> None:
@@ -361,8 +361,8 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
     splits = Splits(max_parts=4, min_dim=16, optimizer="adagrad")
     task = PlacementTask.build(tables, stats, Topology(2), batch_size=2048, splits=splits)
 
-    def ms(name: str) -> float:
-        stat = stats[task.names.index(Shard.parse(name).table)]
+    def ms(name: Shard) -> float:
+        stat = stats[task.names.index(name.table)]
         costlier = 2.0 if stat.mean_pooling > 100 else 1.0
         return float(0.005 * costlier * stat.mean_pooling * task.shard(name)[0].embedding_dim ** 0.85)
 
@@ -371,10 +371,10 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
 
     planner = Planner("auto")
     start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure)
-    split = task.split("t0")
+    split = task.split(Shard("t0"))
     assert split is not None
     alone = dict(zip(split.names, planner.costs.costs_of(split).alone_ms(), strict=True))
-    for half in ("t0[0:64]", "t0[64:128]"):
+    for half in (Shard("t0[0:64]"), Shard("t0[64:128]")):
         assert alone[half] == pytest.approx(3 * ms(half), rel=0.1)
 
 
