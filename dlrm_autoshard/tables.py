@@ -2,7 +2,6 @@
 
 user = TableConfig("user", num_embeddings=943, embedding_dim=32)
 user.part(16, 32)                                        # TableConfig("user[16:32]", 943, 16): a column-wise shard
-Shard("user[16:32]").columns                             # (16, 32)
 stats = measure_table_stats(lengths_TB, values_N)        # one TableStats per table
 stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
 """

@@ -188,14 +188,18 @@ def test_what_is_known_of_as_many_tables_and_parts_as_a_start_measures_is_all_le
     assert {s.tables[0].name for s in planner.costs.replay.shards if len(s.tables) == 1} == wanted
 
 
-def test_each_table_is_measured_once_even_where_that_takes_longer_than_was_thought() -> None:
+def test_each_table_is_measured_once_even_where_that_takes_longer_than_was_thought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With the time for fitting, which is short: one of six starts had measured 40 of 50 tables."""
     pool, asked = synthetic_pool(30, seed=1, batch_size=256), set[str]()
-    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
+    task, now = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256), 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
 
     def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        nonlocal now
+        now += 0.02
         asked.update(name for shard in shards for name in shard if len(shard) == 1)
-        time.sleep(0.02)
         return [ShardTime(1.0, 1.0, 0.01, 3)] * len(shards)
 
     for seconds, everything in ((0.2, True), (0.05, False)):  # it takes 0.3 s
