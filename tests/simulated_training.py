@@ -1,4 +1,4 @@
-"""A simulated job with resharding in it, for tests of what is decided: every cost here is simulated, no rank runs.
+"""A simulated job with resharding, for tests of decisions: all costs are simulated, and no rank runs.
 
 job = Training(seed=0)
 job.run(3)                  # ["moved", "kept", "kept"]
@@ -35,18 +35,18 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
 @pytest.fixture(autouse=True)
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
+    """A search that no clock ends or skips, so that slow machines decide like fast ones."""
     for share in ("LOOK_SHARE", "LOOK_SHARE_UNSURE"):
         monkeypatch.setattr(thresholds, share, 1000.0)
     monkeypatch.setattr(History, "looked", lambda *_, **__: None)
 
 
 _STARTS: dict[Any, tuple[Planner, SimulatedCluster, ShardingPlan]] = {}
-"""Each job as it was after its start, a second of searching, which would be the same every time."""
+"""Jobs after their start, cached because it takes a second and is always the same."""
 
 
 class Training:
-    """Intervals of a simulated job, with resharding in it. records: its decisions.jsonl."""
+    """A simulated job with resharding, run interval by interval. records: its decisions.jsonl."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Training:
         return PlacementTask.build(self.tables, self.stats, self.topology, batch_size=BATCH, splits=self.splits)
 
     def start_plan(self) -> ShardingPlan:
-        """As a job starts: finalists measured on the ranks."""
+        """Starts like a job: measures finalists on the ranks."""
         return self.planner.plan(self.task, measure=lambda plans: [self.measure(p) for p in plans]).plan
 
     def measure(self, plan: ShardingPlan) -> Any:
@@ -137,7 +137,7 @@ class Training:
         return [self.interval().action for _ in range(intervals)]
 
     def best_known_ms(self) -> float:
-        """The best plan that an exact cost model's search finds (the simulator itself as the model)."""
+        """Returns the best plan that a search with exact costs finds (the simulator's own)."""
         best_ms, _, best = min((self.true_ms(p), p.fingerprint, p) for p in self._many_plans())
         improved = True
         while improved:
