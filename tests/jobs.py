@@ -1,4 +1,4 @@
-"""Starts training jobs as users do, by torchrun or by hand, to stop, kill and watch them; runs other commands."""
+"""Training jobs as people start them, by torchrun or by hand, to be stopped, killed and watched; and other commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ train: {batch_size: 64}
 profile: {enabled: false}
 autoshard: {enabled: false}
 """
-"""A config for commands run in a folder of their own: writes to `runs` there, takes a second."""
+"""For commands that are run in a folder of their own: its runs lie in `runs` there, and it takes a second."""
 
 
 def torchrun(ranks: int, *arguments: str, restarts: int = 0, start: tuple[str, ...] = ("--standalone",)) -> list[str]:
@@ -53,7 +53,7 @@ def torchrun(ranks: int, *arguments: str, restarts: int = 0, start: tuple[str, .
 
 
 def said_by(*arguments: str) -> str:
-    """Returns what `dlrm-autoshard ARGUMENTS` prints, run in this process, because importing torch takes longest."""
+    """What `dlrm-autoshard ARGUMENTS` prints, in this process: most commands take less time than importing torch."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(arguments) == 0
     return said.getvalue()
@@ -74,7 +74,7 @@ class Job:
         return self._output.read_text()
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The live processes, by rank."""
+        """By rank: those that live now."""
         found = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,7 +84,7 @@ class Job:
         return found
 
     def ends_within(self, seconds: float) -> int:
-        """Waits for the job's end; returns the exit status."""
+        """The exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -93,7 +93,7 @@ class Job:
 
 @contextlib.contextmanager
 def started(command: list[str], folder: Path, **environment: str) -> Iterator[Job]:
-    """Starts a job; ends it and its ranks afterwards, whatever happens."""
+    """Whatever happens meanwhile, the job and its ranks are gone afterwards."""
     job = Job(command, folder, **environment)
     family = [psutil.Process(job.process.pid)]
     try:

@@ -25,11 +25,11 @@ _START_SECONDS = 120.0  # of one start of a job, at most
 
 
 class Stuck(Exception):
-    """A job did not end, or ended wrongly."""
+    """A job that did not end, or not as it should."""
 
 
 def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]:
-    """kills: number of kills. survived: kills of jobs that ended bit-equal and left nothing behind.
+    """kills: how many were made. survived: those of jobs that ended bit-equal and left nothing behind.
 
     A job may end before all of its kills: ranks whose torchrun is killed go on for the second in which they notice it.
     """
@@ -61,7 +61,7 @@ def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]
 
 
 def differences(final: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """Returns the differences between the results of a killed and an uninterrupted job."""
+    """Between what `train` gave of a killed and of an uninterrupted job."""
     digests = final["digests"]
     names = sorted(name for name, digest in whole["digests"].items() if digests.get(name) != digest)
     problems = [f"it ended with other bits in {', '.join(names[:5])} ({len(names)} in all)"] if names else []
@@ -71,7 +71,7 @@ def differences(final: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 
 def draw_kills(draw: np.random.Generator, count: int, ranks: int, first: int = 0) -> list[Kill]:
-    """Yields kills at each moment in turn; steps, ranks, victims and the milliseconds after the moment are random."""
+    """Moments in turn, so that each occurs; steps, ranks, victims and the milliseconds into the moment drawn."""
     moments = [MOMENTS[(first + number) % len(MOMENTS)] for number in range(count)]
     moments.sort(key=lambda moment: moment != "planning")  # a job plans before its first step, and then no more
     steps = sorted(int(step) for step in draw.integers(1, _LAST_KILL, count))
@@ -120,7 +120,7 @@ def train(
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Returns what a job left behind: processes, shared memory, sockets, drafts. Waits for dying ones."""
+    """Returns what a job left behind: processes, shared memory, sockets, drafts. A process may take a moment to go."""
     deadline = time.monotonic() + 5
     while living := [str(process.pid) for process in psutil.process_iter() if _is_of(process, folder)]:
         if time.monotonic() > deadline:

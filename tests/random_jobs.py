@@ -91,7 +91,7 @@ class Job:
         )  # fmt: skip
 
     def optimizer_of(self, table: int) -> TableOptimizerConfig:
-        """The table's own optimizer, or the job's."""
+        """The table's own, or the job's."""
         return self.tables[table].optimizer or OPTIMIZERS[self.optimizer]
 
     def ids(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +107,7 @@ class Job:
 def _plan(
     draw: np.random.Generator, tables: Sequence[TableConfig], ranks: int, optimizer: str, in_order: set[str]
 ) -> ShardingPlan:
-    """Draws a plan: each table whole, by columns, by rows, or an irregular grid."""
+    """Each table whole, by columns, by rows, or a grid that need not be regular."""
     rank_of = {}
     for table in tables:
         kind, own = draw.integers(4), optimizer if table.optimizer is None else table.optimizer.name
@@ -127,12 +127,12 @@ def _cut(draw: np.random.Generator, size: int, unit: int) -> list[tuple[int, int
 
 
 def loss_of(vectors: Tensor) -> Tensor:
-    """Returns a loss with positive gradients, so that no sum of them is far smaller than its terms."""
+    """One whose gradients are positive, so that no sum of them is far smaller than its terms."""
     return (vectors**2 / 4 + vectors * 2).sum() / 50
 
 
 class Plain:
-    """The job's tables in float64, with dense gradients and written-out optimizers."""
+    """The job's tables in float64: dense gradients, optimizers written down."""
 
     def __init__(self, job: Job, weights: dict[str, Tensor]) -> None:
         self.job = job
@@ -279,7 +279,7 @@ def _named(bags: ShardedEmbeddingBags) -> dict[str, Tensor]:
 
 
 def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
-    """Returns the largest differences of this rank's shards and copies."""
+    """Of this rank's shards and copies."""
     worst = 0.0
     by_name = {table.name: i for i, table in enumerate(job.tables)}
     copies = bags.replicas
@@ -292,7 +292,7 @@ def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
     for shard in bags.sharded.local_shards:
         number = by_name[shard.shard.table]
         rows, columns = slice(*shard.rows), slice(*shard.columns)
-        tensors, sums = bags.sharded.storage.tensors(shard.shard), plain.sums[number][rows]
+        tensors, sums = bags.sharded.storage.tensors(shard.name), plain.sums[number][rows]
         worst = max(worst, _relative(tensors["weight"], plain.weights[number].detach()[rows, columns]))
         if "momentum1" in tensors:
             worst = max(worst, _relative(tensors["momentum1"], sums[:, columns] if sums.dim() == 2 else sums))
@@ -300,7 +300,7 @@ def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
 
 
 def _save(bags: ShardedEmbeddingBags | None, folder: Path, rank: int, plan: ShardingPlan, step: int) -> None:
-    """Saves or loads a checkpoint on all ranks of the phase; the others wait."""
+    """A checkpoint's files, by all ranks; those that have no part in the phase wait for them."""
     folder.mkdir(parents=True, exist_ok=True)
     saved = {} if bags is None else write_tensors(folder / f"rank_{rank:05d}.bin", _named(bags))
     everyone: list[dict] = [{}] * dist.get_world_size()  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""Makes sharded embeddings of a few small tables on ranks of `run_ranks`, and batches for them.
+"""Sharded embeddings of a few small tables inside ranks that `run_ranks` has started, and batches for them.
 
 embeddings = make(rank, plan, "sgd", "fp32", TABLES)
 batch = global_batch(step, world_size)[rank]
@@ -24,7 +24,7 @@ BATCH = 6
 
 
 def global_batch(step: int, world_size: int, tables: Sequence[TableConfig] = TABLES) -> list[Batch]:
-    """Returns every rank's slice of a batch with empty bags, duplicate ids, and padding on the last rank."""
+    """Every rank's slice, with empty bags, duplicates, and a padded tail on the last rank."""
     generator = torch.Generator().manual_seed(step)
     batches = []
     for _ in range(world_size):
@@ -51,7 +51,7 @@ def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list
 
 
 def train_step(embeddings: ShardedEmbeddings, batch: Batch) -> torch.Tensor:
-    """Returns pooled vectors and then updates, with a tenth of their sines as gradient."""
+    """The pooled vectors before an update whose gradient is a tenth of their sines."""
     local = embeddings.lookup(embeddings.distribute(batch).finish())
     pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
     found = pooled.clone()
@@ -60,14 +60,14 @@ def train_step(embeddings: ShardedEmbeddings, batch: Batch) -> torch.Tensor:
 
 
 def own_tensors(embeddings: ShardedEmbeddings) -> dict[str, torch.Tensor]:
-    """Returns copies of this rank's rows and optimizer state by name, such as `item.weight`."""
+    """Copies of this rank's rows and optimizer state: `item.weight`."""
     return {
         f"{name}.{key}": value.clone()
-        for name in embeddings.plan.shards_on(embeddings.rank)
+        for name in embeddings.plan.tables_on(embeddings.rank)
         for key, value in embeddings.storage.tensors(name).items()
     }
 
 
 def resident() -> int:
-    """Returns this process's resident bytes."""
+    """Bytes of this process that are in memory now."""
     return int(psutil.Process().memory_info().rss)

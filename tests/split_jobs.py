@@ -1,4 +1,4 @@
-"""Trains jobs under given plans on ranks of `run_ranks`; returns a run's predictions on any number of ranks.
+"""Jobs under given plans, by ranks that `run_ranks` has started; and what a run predicts on so many ranks.
 
 run_ranks(train, 2, [(job(tmp_path, "whole", WHOLE, 2), tmp_path / "run")])
 """

@@ -1,4 +1,4 @@
-"""A TorchRec training job on small tables of every supported kind, in two modules, for tests of moves."""
+"""A TorchRec training job on small tables, for the tests that move them: every kind that is handled, in two modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.plan import ShardingPlan
 
 WHY_NOT = find_torchrec()
-"""Why tests that need TorchRec cannot run here; None if they can."""
+"""Why tests that need TorchRec can't run here; None where they can."""
 
 FEATURES = ("g", "f1", "f2", "h")
 BATCH = 8
@@ -21,7 +21,7 @@ TABLES = tuple(DIMS)
 
 
 class Model(nn.Module):
-    """users.a has two features, one shared with users.b; users.c is averaged; users.d is fp16. items.a is another."""
+    """Table users.a has two features, of which users.b shares one; c is averaged; d is fp16; items.a has a namesake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def plan_of(*ranks: int, world_size: int = 2) -> ShardingPlan:
 
 
 def sharded(plan: Any, optimizer: str = "EXACT_SGD", module: nn.Module | None = None) -> tuple[Any, Any]:
-    """Returns DistributedModelParallel of a Model, and its optimizer. plan: ours, or TorchRec's. Collective."""
+    """DistributedModelParallel of a Model and its optimizer. plan: ours, or TorchRec's. Collective."""
     assert find_torchrec() is None
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
@@ -109,7 +109,7 @@ def train_step(model: Any, optimizer: Any, features: Any) -> float:
 
 
 def all_rows(model: Any) -> dict[str, torch.Tensor]:
-    """Returns weights and optimizer state of all ranks' tables, by module and table."""
+    """Weights and optimizer state of all tables of all ranks, by what holds them."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     found = dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Makes trainers on ranks of `run_ranks`, so that many runs share one spawn.
+"""Trainers inside ranks that `run_ranks` has started, so that one spawn holds many runs.
 
 with trainer(config(tmp, train={"max_steps": 5}), rank, world_size, run_dir) as t: t.run()
 """
@@ -28,11 +28,11 @@ TABLES: list[dict[str, Any]] = [
     {"name": "tag", "num_embeddings": 9, "embedding_dim": 16, "mean_pooling": 0.5},  # half of its bags are empty
     {"name": "shop", "num_embeddings": 200, "embedding_dim": 8, "mean_pooling": 4.0},
 ]
-"""Has three dims, so two projections; ids are skewed, so many samples of a batch share rows."""
+"""Three dims, so two projections; skewed ids, so rows that many samples of a batch share."""
 
 
 def config(run_dir: Path | str = "runs", **sections: Any) -> Config:
-    """Returns a small model's config with steps of milliseconds; `train={"epochs": 3}` replaces keys of a section."""
+    """A small model that trains in milliseconds a step; `train={"epochs": 3}` replaces single keys of a section."""
     record: dict[str, Any] = {
         "run": {"device": "cpu", "pin_cores": False, "dir": str(run_dir)},
         "data": {"source": "synthetic", "num_dense": 3, "train_samples": 250, "test_samples": 0, "tables": TABLES},
@@ -51,7 +51,7 @@ def config(run_dir: Path | str = "runs", **sections: Any) -> Config:
 
 
 def plan_file(folder: Path, ranks: str, world_size: int) -> str:
-    """Writes a plan with table i on rank ranks[i]; returns its path."""
+    """Table i on rank ranks[i], as a plan file; its path."""
     path = folder / f"plan_{ranks}_{world_size}.json"
     rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
     path.write_text(json.dumps({"schema": 1, "world_size": world_size, "rank_of": rank_of}))
@@ -59,7 +59,7 @@ def plan_file(folder: Path, ranks: str, world_size: int) -> str:
 
 
 def make_runtime(rank: int, world_size: int) -> Runtime:
-    """Returns a runtime on the group of `run_ranks`."""
+    """On the group that run_ranks has made."""
     minute = timedelta(seconds=60)
     assert dist.group.WORLD is not None
     return Runtime(
@@ -83,7 +83,7 @@ def trainer(settings: Config, runtime: Runtime, run_dir: Path, **options: Any) -
 
 
 def tensors(made: Trainer) -> dict[str, Tensor]:
-    """Returns copies of everything that this rank would save."""
+    """Copies of all that this rank would save."""
     return {name: value.detach().clone() for name, value in made.job.state.tensors().items()}
 
 
@@ -92,5 +92,5 @@ def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    """Returns (step, loss) of each logged training step, in the file's order."""
+    """(step, loss) of each training step that was logged, in the file's order."""
     return [(r["step"], r["logloss"]) for r in records(run_dir) if r["split"] == "train" and "logloss" in r]

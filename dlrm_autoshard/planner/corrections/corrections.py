@@ -119,8 +119,9 @@ class Corrections:
         """[W, 2] that just these sets of tables take beside all that. stages: of all ranks, forward, then backward."""
         if self._posterior is None:
             return np.ones((len(stages.ms_M) // 2, 2))
-        sets = self._rows_now(stages, tables).sets_alike(self._rows)
-        cross = sets.covariance(self.spreads, self._posterior.large)
+        rows = self._rows_now(stages, tables)
+        same_stage = rows.stage_N[:, None] == self._rows.stage_N
+        cross = self.spreads.together**2 * rows.sets_alike(self._rows) * self.spreads.of_stages(same_stage)
         return np.exp(self._posterior.mean(cross)).reshape(2, -1).T
 
     def covariance(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:

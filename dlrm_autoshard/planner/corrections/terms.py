@@ -37,7 +37,6 @@ class Spreads:
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
     dense: float = 0.15  # a rank's dense part, beside `FOLLOWS`
     core: float = 0.05  # what its core's share tells, likewise
-    slow_set: float = 0.1  # of such a rank, one set beside another: by how the system shares cores (README.md)
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
     exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
@@ -49,30 +48,11 @@ class Spreads:
 
 
 @dataclass(frozen=True)
-class SetsAlike:
-    """Products of two lists of observations of sets that are like one another, [N, M] each: anywhere, and on the
-    same rank; and whether the stage is the same. key_N: `rank_keys`."""
-
-    together: np.ndarray
-    on_rank: np.ndarray
-    same_stage: np.ndarray
-    key_N: np.ndarray
-
-    def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
-        """slow: keys of ranks far from the others."""
-        found: np.ndarray = spreads.together**2 * self.together
-        if slow:
-            found += spreads.slow_set**2 * self.on_rank * np.isin(self.key_N, list(slow))[:, None]
-        found *= spreads.of_stages(self.same_stage)
-        return found
-
-
-@dataclass(frozen=True)
 class Common:
     """Products of two lists of observations, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
     the rank, and the rank in that interval (where it is the same, `Rows.of_rank` of both); and whether both are its
-    dense part, or its core's share. key_N: `rank_keys`."""
+    dense part, its core's share, the same stage. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -81,31 +61,33 @@ class Common:
     change: np.ndarray
     fused: np.ndarray
     load: np.ndarray
-    sets: SetsAlike
+    together: np.ndarray
     rank: np.ndarray
     rank_moment: np.ndarray
     dense: np.ndarray
     core: np.ndarray
+    same_stage: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
+        """Returns [N, M]. slow: keys of ranks far from the others."""
         found = spreads.table**2 * self.table + spreads.fused**2 * self.fused + spreads.load**2 * self.load
+        found += spreads.together**2 * self.together
         if self.width.any():
             found += spreads.width**2 * self.width
         if self.change.any():
             found += spreads.change**2 * self.change
-        found *= spreads.of_stages(self.sets.same_stage)
+        found *= spreads.of_stages(self.same_stage)
         found += spreads.scale**2 * self.source + spreads.light**2 * self.light
         found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
         found += spreads.rank_moment**2 * self.rank_moment
         found += spreads.dense**2 * self.dense + spreads.core**2 * self.core
-        found += self.sets.covariance(spreads, slow)
         return found
 
 
 def rank_variances(key_N: np.ndarray, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
     """[N] prior, of ranks by their keys (`Rows.rank_keys`). slow: keys of those far from the others."""
-    variances: np.ndarray = np.where(np.isin(key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
+    variances: np.ndarray = spreads.rank**2 + spreads.slow_rank**2 * np.isin(key_N, list(slow))
     return variances
 
 
@@ -180,28 +162,23 @@ class Rows:
             change=self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T,
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
-            sets=self._sets_alike(other, tables_NM, same_stage),
+            together=self.sets_alike(other),
             rank=of_rank,
             rank_moment=of_rank * same_interval,
             dense=same_rank & same_stage & (other.stage_N == DENSE),
             core=same_rank & same_stage & (other.stage_N == CORE),
+            same_stage=same_stage,
             key_N=self.rank_keys,
         )
 
-    def sets_alike(self, other: Rows) -> SetsAlike:
-        """`Common.sets`, and nothing else."""
-        wholes = slice(0, self.num_wholes)
-        tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
-        return self._sets_alike(other, tables_NM, self.stage_N[:, None] == other.stage_N)
-
-    def _sets_alike(self, other: Rows, tables_NM: np.ndarray, same_stage: np.ndarray) -> SetsAlike:
-        """Sets of tables that have most in common are fused alike: by the eighth power of their shares' cosine."""
-        length_N, length_M = (np.sqrt((r.share_NB[:, : self.num_wholes] ** 2).sum(axis=1)) for r in (self, other))
-        alike = tables_NM / np.maximum(np.outer(length_N, length_M), 1e-12)
-        for _ in range(3):
-            alike *= alike
-        both_many = np.sqrt(np.outer(self.many_N, other.many_N))
-        return SetsAlike(alike * both_many, alike * self._same_rank(other), same_stage, self.rank_keys)
+    def sets_alike(self, other: Rows) -> np.ndarray:
+        """Returns [N, M]: sets of tables that have most in common are fused alike, by the eighth power of their shares'
+        cosine."""
+        share_NR, share_MR = (rows.share_NB[:, : self.num_wholes] for rows in (self, other))
+        length_N, length_M = (np.linalg.norm(shares, axis=1) for shares in (share_NR, share_MR))
+        cosine = share_NR @ share_MR.T / np.maximum(np.outer(length_N, length_M), 1e-12)
+        alike: np.ndarray = cosine**8 * np.sqrt(np.outer(self.many_N, other.many_N))
+        return alike
 
     def _same_rank(self, other: Rows) -> np.ndarray:
         key_M = other.rank_keys
