@@ -1,4 +1,4 @@
-"""`with busy(core): ...`: beside what it holds, another process wants that core to itself."""
+"""`with busy(core): ...`: another process keeps that core busy meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BURN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print('busy
 
 @contextlib.contextmanager
 def busy(core: int) -> Iterator[None]:
-    """A process that wants the core to itself."""
+    """Runs a process that never rests on the core."""
     with subprocess.Popen([sys.executable, "-c", BURN, str(core)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "busy\n"
@@ -28,7 +28,7 @@ def busy(core: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy_in_epochs(core: int, first: int, last: int, run_dir: Path) -> Iterator[None]:
-    """That core is shared while those epochs are trained, as the run's own record tells when."""
+    """Keeps the core busy while epochs first to last are trained, by the run's own record."""
 
     def epochs_done() -> int:
         return len(read_jsonl(epochs_file(run_dir)))

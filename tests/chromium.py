@@ -1,8 +1,8 @@
-"""For tests of pages: opens one in a real headless Chromium and says what came of it; `needs_chromium` marks the tests.
+"""Opens a page in a real headless Chromium and returns its result; `needs_chromium` marks the tests that do.
 
     page = open_page(path, tmp_path)          # page.dom, page.console, page.requests
 
-Chromium is driven by its command line alone; its own net log tells which addresses a page asked for.
+Chromium is driven by its command line alone; its net log has the addresses that a page asked for.
 """
 
 from __future__ import annotations

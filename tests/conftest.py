@@ -1,4 +1,4 @@
-"""What holds for every file of tests."""
+"""Fixtures for every test file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left() -> Iterator[None]:
-    """Bags that are made in the test's own process make one; the next file's jobs start their own."""
+    """Ends the group that bags make in the test's own process: the next file's jobs start their own."""
     cores = os.sched_getaffinity(0)
     yield
     assert os.sched_getaffinity(0) == cores, (

@@ -1,4 +1,4 @@
-"""A made-up click log as Criteo's own text files, to measure the preprocessing with.
+"""Writes a made-up click log in the format of Criteo's text files, to measure preprocessing.
 
 write_sample_text(Path("train.txt"), rows=100_000)
 """
@@ -18,7 +18,7 @@ _ROWS_AT_A_TIME = 1 << 14
 
 
 def write_sample_text(path: Path, rows: int, seed: int = 0, separator: str = "\t") -> None:
-    """Lines as in Criteo's train.txt; about an eighth of the fields is missing."""
+    """Writes lines as in Criteo's train.txt; about an eighth of the fields is missing."""
     source = sample_source(seed)
     with path.open("w") as file:
         for first in range(0, rows, _ROWS_AT_A_TIME):

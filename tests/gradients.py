@@ -1,4 +1,4 @@
-"""Holds a gradient that was written out to finite differences of its loss."""
+"""Compares gradients written by hand with finite differences of their loss."""
 
 from __future__ import annotations
 

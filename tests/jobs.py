@@ -1,4 +1,4 @@
-"""Training jobs as people start them, by torchrun or by hand, to be stopped, killed and watched; and other commands."""
+"""Starts training jobs as people do, by torchrun or by hand, to stop, kill and watch them; and runs other commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ train: {batch_size: 64}
 profile: {enabled: false}
 autoshard: {enabled: false}
 """
-"""For commands that are run in a folder of their own: its runs lie in `runs` there, and it takes a second."""
+"""Config of a job that takes a second, for commands run in their own folder; its runs lie in `runs` there."""
 
 
 def torchrun(ranks: int, *arguments: str, restarts: int = 0, start: tuple[str, ...] = ("--standalone",)) -> list[str]:
@@ -53,14 +53,14 @@ def torchrun(ranks: int, *arguments: str, restarts: int = 0, start: tuple[str, .
 
 
 def said_by(*arguments: str) -> str:
-    """What `dlrm-autoshard ARGUMENTS` prints, in this process: most commands take less time than importing torch."""
+    """Returns what `dlrm-autoshard ARGUMENTS` prints, run in this process, which saves importing torch again."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(arguments) == 0
     return said.getvalue()
 
 
 class Job:
-    """A started job; its output so far is in `said()`."""
+    """A started job. `said()` returns its output so far."""
 
     def __init__(self, command: list[str], folder: Path, **environment: str) -> None:
         self._output = folder / f"output-{time.monotonic_ns()}.txt"
@@ -74,7 +74,7 @@ class Job:
         return self._output.read_text()
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """By rank: those that live now."""
+        """Returns the processes that are alive, by rank."""
         found = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,7 +84,7 @@ class Job:
         return found
 
     def ends_within(self, seconds: float) -> int:
-        """The exit status."""
+        """Returns the exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -93,7 +93,7 @@ class Job:
 
 @contextlib.contextmanager
 def started(command: list[str], folder: Path, **environment: str) -> Iterator[Job]:
-    """Whatever happens meanwhile, the job and its ranks are gone afterwards."""
+    """Starts a job, and ends it and its ranks afterwards, whatever happens meanwhile."""
     job = Job(command, folder, **environment)
     family = [psutil.Process(job.process.pid)]
     try:

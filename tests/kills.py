@@ -25,11 +25,11 @@ _START_SECONDS = 120.0  # of one start of a job, at most
 
 
 class Stuck(Exception):
-    """A job that did not end, or not as it should."""
+    """A job did not end, or not as it should."""
 
 
 def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]:
-    """kills: how many were made. survived: those of jobs that ended bit-equal and left nothing behind.
+    """Kills jobs, and returns the number of kills, and of those that a job survived bit-equal without leaving anything.
 
     A job may end before all of its kills: ranks whose torchrun is killed go on for the second in which they notice it.
     """
@@ -61,7 +61,7 @@ def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]
 
 
 def differences(final: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """Between what `train` gave of a killed and of an uninterrupted job."""
+    """Returns the differences between results of `train` from a killed and from an uninterrupted job."""
     digests = final["digests"]
     names = sorted(name for name, digest in whole["digests"].items() if digests.get(name) != digest)
     problems = [f"it ended with other bits in {', '.join(names[:5])} ({len(names)} in all)"] if names else []
@@ -71,7 +71,7 @@ def differences(final: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 
 def draw_kills(draw: np.random.Generator, count: int, ranks: int, first: int = 0) -> list[Kill]:
-    """Moments in turn, so that each occurs; steps, ranks, victims and the milliseconds into the moment drawn."""
+    """Draws steps, ranks, victims and delays; moments take turns, so that each occurs."""
     moments = [MOMENTS[(first + number) % len(MOMENTS)] for number in range(count)]
     moments.sort(key=lambda moment: moment != "planning")  # a job plans before its first step, and then no more
     steps = sorted(int(step) for step in draw.integers(1, _LAST_KILL, count))
@@ -90,8 +90,8 @@ def draw_kills(draw: np.random.Generator, count: int, ranks: int, first: int = 0
 def train(
     folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: int = STEPS, rows: bool = False
 ) -> dict[str, Any]:
-    """The job's final loss and the digest of every tensor, after all kills; torchrun is started again where it was
-    killed itself. rows: tables are cut by rows, too."""
+    """Returns the job's final loss and the digest of every tensor, after all kills. A killed torchrun is started again.
+    rows: tables are also split by rows."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
     command = [
@@ -120,7 +120,7 @@ def train(
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Returns what a job left behind: processes, shared memory, sockets, drafts. A process may take a moment to go."""
+    """Returns what a job left behind: processes, shared memory, sockets, drafts. A process may take a moment to end."""
     deadline = time.monotonic() + 5
     while living := [str(process.pid) for process in psutil.process_iter() if _is_of(process, folder)]:
         if time.monotonic() > deadline:

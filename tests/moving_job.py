@@ -1,4 +1,4 @@
-"""A small job whose tables are split and moved at random every few steps, and that kills ranks when told to.
+"""Trains a small job that splits and moves tables at random every few steps, and kills ranks on request.
 
     torchrun --nproc_per_node=2 --max-restarts=9 -m tests.moving_job --dir D --seed 3
 
@@ -88,8 +88,8 @@ def settings(
 
 
 class RandomMoves:
-    """In resharding's place: a plan drawn from (seed, step). kill: called with each moment a rank can be killed at.
-    rows: tables are cut by rows, too, each range by columns of its own."""
+    """Replaces resharding by plans drawn from (seed, step). kill: called with each moment at which a rank can die.
+    rows: tables are also split by rows, each range by its own columns."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RandomMoves:
 
 
 class Killer:
-    """Makes this rank's kills, one a start, each once in the job's life: the marks they leave outlive it."""
+    """Makes this rank's kills, one a start, each once in a job's life: marks on disk outlive the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         kills = folder / "kills.json"
@@ -219,7 +219,7 @@ class MovingTrainer(Trainer):
             (self._folder / "loss").write_text(repr(float(self.job.dense.global_loss)))
 
     def digests(self) -> dict[str, str]:
-        """Digests of everything this rank holds."""
+        """Returns digests of everything that this rank holds."""
         return {
             name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
             for name, value in self.job.state.tensors().items()

@@ -1,4 +1,4 @@
-"""What can have happened to a file: flipped bytes, lost ends, other values, keys twice, too deep, too large, not text.
+"""Damages files: flipped bytes, lost ends, other values, repeated keys, too deep, too large, not text.
 
 mutated(content, is_json=True, draw=random.Random(7))        # other bytes, the same for the same seed
 retyped(content, random.Random(7))                           # a parquet file with other types of columns
@@ -26,7 +26,7 @@ ODD_TEXT = [
 
 
 def mutated(content: bytes, draw: random.Random, is_json: bool = False) -> bytes:
-    """One to three changes."""
+    """Returns the content with one to three changes."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         likely = _other_json if is_json else _other_npy_header if content.startswith(_NPY) else None
         change = likely if likely is not None and draw.random() < 0.7 else draw.choice(_BYTES)
@@ -43,7 +43,7 @@ _DTYPES: list[Any] = [
 
 
 def _other_npy_header(content: bytes, draw: random.Random) -> bytes:
-    """Bytes of which the header says something else."""
+    """Returns the array with a header that contradicts it."""
     end = len(_NPY) + 2 + int.from_bytes(content[len(_NPY) : len(_NPY) + 2], "little")
     try:
         about = ast.literal_eval(content[len(_NPY) + 2 : end].decode())
@@ -64,7 +64,7 @@ def _other_npy_header(content: bytes, draw: random.Random) -> bytes:
 
 
 def retyped(content: bytes, draw: random.Random, is_json: bool = False) -> bytes:
-    """One or two of a parquet file's columns of another type, with odd values, without any, twice, or gone."""
+    """Returns a parquet file with one or two columns of another type, with odd or no values, repeated, or gone."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -84,7 +84,7 @@ def retyped(content: bytes, draw: random.Random, is_json: bool = False) -> bytes
 
 
 def _odd_column(rows: int, draw: random.Random) -> Any:
-    """Of a drawn type; most values are plain, so that some files are of use."""
+    """Returns a column of a drawn type; most values are valid, so that some files can be read."""
     import pyarrow as pa
 
     whole = [draw.choice((0, 1, 1, 0, 3)) for _ in range(rows)]
@@ -121,7 +121,7 @@ def _odd_column(rows: int, draw: random.Random) -> Any:
 
 
 def _other_json(content: bytes, draw: random.Random) -> bytes:
-    """A whole file of JSON, or one line of several."""
+    """Changes a JSON file, or one of its lines."""
     lines = content.split(b"\n") if content.count(b"\n{") else [content]
     place = draw.randrange(len(lines))
     try:
@@ -136,7 +136,7 @@ def _other_json(content: bytes, draw: random.Random) -> bytes:
 
 
 def _changed(value: Any, draw: random.Random) -> Any:
-    """The value with one part of it, at any depth, replaced, left out, renamed or repeated."""
+    """Returns the value with a part at any depth replaced, left out, renamed or repeated."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         key = draw.choice(list(value))
         what = draw.random()
@@ -169,7 +169,7 @@ def _flip(content: bytes, draw: random.Random) -> bytes:
 
 
 def _flip_early(content: bytes, draw: random.Random) -> bytes:
-    """Headers are where a binary file says how large it is."""
+    """Flips bytes near the start, where a binary file says how large it is."""
     return _flip(content[:200], draw) + content[200:]
 
 
@@ -187,7 +187,7 @@ def _in_front(content: bytes, draw: random.Random) -> bytes:
 
 
 def _replace_field(content: bytes, draw: random.Random) -> bytes:
-    """A field of a line of text."""
+    """Replaces a field of a line of text."""
     lines = content.split(b"\n")
     place = draw.randrange(len(lines))
     separator = b"\t" if b"\t" in lines[place] else b","

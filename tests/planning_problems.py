@@ -47,7 +47,7 @@ def measurer(cluster: SimulatedCluster) -> Callable[[PlacementTask, Sequence[Sha
 
 
 def random_samples(cluster: SimulatedCluster, profiles: int, seed: int = 0) -> list[ShardSample | CommsSample]:
-    """Shards of random plans for random choices of 200 tables."""
+    """Returns samples of shards from random plans of random choices of 200 tables."""
     generator = np.random.default_rng(seed)
     tables, stats = some_tables(200, seed)
     samples: list[ShardSample | CommsSample] = []
@@ -61,7 +61,7 @@ def random_samples(cluster: SimulatedCluster, profiles: int, seed: int = 0) -> l
 
 
 def step_log_probs(rollout: Rollout, policy: DevicePolicy) -> np.ndarray:
-    """[U, E, D]: the distributions that a rollout's actions were sampled from, under `policy` as it is now."""
+    """Returns [U, E, D] log-probabilities of all actions at each step of a rollout, under `policy` as it is now."""
     unit_UH = rollout.mdp.embed_units(policy)
     placed_UED1 = (rollout.actions[..., None] == np.arange(rollout.legal.shape[-1]))[..., None]
     added = placed_UED1 * unit_UH[:, None, None, :]
@@ -72,13 +72,13 @@ def step_log_probs(rollout: Rollout, policy: DevicePolicy) -> np.ndarray:
 
 
 def log_prob(rollout: Rollout, policy: DevicePolicy) -> np.ndarray:
-    """[E] log-probability of each episode."""
+    """Returns the [E] log-probability of each episode."""
     taken = np.take_along_axis(step_log_probs(rollout, policy), rollout.actions[..., None], axis=-1)
     return taken[..., 0].sum(axis=0)
 
 
 def exact_optimum(costs: TaskCosts, devices: int) -> float:
-    """Least step cost over all placements on identical devices, by enumeration; no memory limits."""
+    """Returns the least step cost over all placements on identical devices without memory limits, by enumeration."""
     units = len(costs.summary_UK)
     subsets = np.arange(2**units)
     inside = ((subsets[:, None] >> np.arange(units)) & 1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What the server from which the ranks of tests are forked has imported before the first of them: see ranks.py."""
+"""Imports of the server from which tests fork their ranks: see ranks.py."""
 
 import gc
 

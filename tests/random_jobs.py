@@ -91,11 +91,11 @@ class Job:
         )  # fmt: skip
 
     def optimizer_of(self, table: int) -> TableOptimizerConfig:
-        """The table's own, or the job's."""
+        """Returns the table's own optimizer, or the job's."""
         return self.tables[table].optimizer or OPTIMIZERS[self.optimizer]
 
     def ids(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Lengths [F, samples] with empty bags, ids and weights of the global batch."""
+        """Returns lengths [F, samples], with empty bags, ids and weights of the global batch."""
         draw = np.random.default_rng([step, len(self.tables), self.batch])
         lengths = draw.integers(0, self.most_ids + 1, (len(self.table_of), self.batch))
         rows = [self.tables[table].num_embeddings for table in self.table_of]
@@ -107,7 +107,7 @@ class Job:
 def _plan(
     draw: np.random.Generator, tables: Sequence[TableConfig], ranks: int, optimizer: str, in_order: set[str]
 ) -> ShardingPlan:
-    """Each table whole, by columns, by rows, or a grid that need not be regular."""
+    """Draws a plan: each table whole, by columns, by rows, or in a grid that may be irregular."""
     rank_of = {}
     for table in tables:
         kind, own = draw.integers(4), optimizer if table.optimizer is None else table.optimizer.name
@@ -127,12 +127,12 @@ def _cut(draw: np.random.Generator, size: int, unit: int) -> list[tuple[int, int
 
 
 def loss_of(vectors: Tensor) -> Tensor:
-    """One whose gradients are positive, so that no sum of them is far smaller than its terms."""
+    """Returns a loss with positive gradients, so that no sum of them is far smaller than its terms."""
     return (vectors**2 / 4 + vectors * 2).sum() / 50
 
 
 class Plain:
-    """The job's tables in float64: dense gradients, optimizers written down."""
+    """The job's tables in float64, with dense gradients and optimizers written out."""
 
     def __init__(self, job: Job, weights: dict[str, Tensor]) -> None:
         self.job = job
@@ -178,8 +178,8 @@ class Plain:
 
 
 def worst_differences(rank: int, world_size: int, seeds: list[int], folder: str) -> list[float]:
-    """Of each job, the largest difference of a pooled vector, a weight or an optimizer's state from plain PyTorch's, as
-    a part of the largest element of its tensor; on this rank."""
+    """Returns each job's largest difference from plain PyTorch on this rank: of a pooled vector, a weight or a state,
+    relative to the largest element of its tensor."""
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world_size + 1)}
     found = []
     for seed in seeds:
@@ -279,7 +279,7 @@ def _named(bags: ShardedEmbeddingBags) -> dict[str, Tensor]:
 
 
 def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
-    """Of this rank's shards and copies."""
+    """Returns the optimizer state of this rank's shards and copies."""
     worst = 0.0
     by_name = {table.name: i for i, table in enumerate(job.tables)}
     copies = bags.replicas
@@ -300,7 +300,7 @@ def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
 
 
 def _save(bags: ShardedEmbeddingBags | None, folder: Path, rank: int, plan: ShardingPlan, step: int) -> None:
-    """A checkpoint's files, by all ranks; those that have no part in the phase wait for them."""
+    """Writes a checkpoint from all ranks of the phase; the others wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
     saved = {} if bags is None else write_tensors(folder / f"rank_{rank:05d}.bin", _named(bags))
     everyone: list[dict] = [{}] * dist.get_world_size()  # type: ignore[type-arg]

@@ -1,7 +1,7 @@
-"""What the published DreamShard code comes to on tasks of ours, written to reference_figures.json by hand:
+"""Runs the published DreamShard code on our tasks, and writes its figures to reference_figures.json:
 
 git clone https://github.com/daochenzha/dreamshard && python -m tests.reference_figures dreamshard
-Its own networks, MDP, buffer, losses and default budget; only the GPUs are replaced, by our cost oracle.
+Networks, MDP, buffer, losses and budget are its own; our cost oracle replaces the GPUs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def drawn_tasks() -> list[tuple[PlacementTask, CostOracle]]:
 
 
 def over_best_heuristic(task: PlacementTask, oracle: CostOracle, rank_T: np.ndarray) -> float:
-    """Exact cost over that of the best of the paper's heuristics."""
+    """Returns the exact cost over that of the best of the paper's heuristics."""
     return oracle.step_ms(rank_T) / min(oracle.step_ms(greedy(task, name)) for name in KEYS)
 
 

@@ -1,4 +1,4 @@
-"""The picture in the README: the first screen of a run's report.
+"""Makes the picture in the README: the first screen of a run's report.
 
 dlrm-autoshard train demo --ranks 2 && python -m tests.report_picture runs/demo      # writes tests/report.png
 """

@@ -104,7 +104,7 @@ def write_run(
     drift: float = 0.1,
     starved_epoch: int | None = None,
 ) -> Path:
-    """A run whose last rank starts with twice the work, which two decisions take away from it."""
+    """Writes a run whose last rank starts with twice the work; two decisions take it away."""
     configs, stats = make_tables(tables)
     draw = random.Random(7)
     lines: dict[Path, list[str]] = defaultdict(list)

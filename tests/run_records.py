@@ -1,4 +1,4 @@
-"""What runs leave behind, whichever training loop they had."""
+"""Checks what runs leave behind, whichever training loop they have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dlrm_autoshard.records.run import RunRecord
 
 
 def check_three_intervals(run_dir: Path) -> RunRecord:
-    """Each with a decision, and measured in all of its stages; and a report."""
+    """Checks that a run has three intervals, each with a decision and all stages measured, and a report."""
     record = RunRecord.load(run_dir)
     assert len(record.intervals) == 3 and len(record.decisions) == 3
     assert record.last.samples > 3 and record.last.throughput > 0

@@ -1,4 +1,4 @@
-"""A data source whose every id the test knows, for the loader's tests.
+"""A data source with ids that the test knows, for the loader's tests.
 
 source = Scripted(rows=100, ids={25: 100})      # sample 25 has id 100, which its table has no row for
 """

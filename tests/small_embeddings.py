@@ -24,7 +24,7 @@ BATCH = 6
 
 
 def global_batch(step: int, world_size: int, tables: Sequence[TableConfig] = TABLES) -> list[Batch]:
-    """Every rank's slice, with empty bags, duplicates, and a padded tail on the last rank."""
+    """Returns every rank's slice, with empty bags, duplicates, and a padded tail on the last rank."""
     generator = torch.Generator().manual_seed(step)
     batches = []
     for _ in range(world_size):
@@ -51,7 +51,7 @@ def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list
 
 
 def train_step(embeddings: ShardedEmbeddings, batch: Batch) -> torch.Tensor:
-    """The pooled vectors before an update whose gradient is a tenth of their sines."""
+    """Returns the pooled vectors before an update whose gradient is a tenth of their sines."""
     local = embeddings.lookup(embeddings.distribute(batch).finish())
     pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
     found = pooled.clone()
@@ -60,7 +60,7 @@ def train_step(embeddings: ShardedEmbeddings, batch: Batch) -> torch.Tensor:
 
 
 def own_tensors(embeddings: ShardedEmbeddings) -> dict[str, torch.Tensor]:
-    """Copies of this rank's rows and optimizer state: `item.weight`."""
+    """Returns copies of this rank's rows and optimizer state, by names such as `item.weight`."""
     return {
         f"{name}.{key}": value.clone()
         for name in embeddings.plan.tables_on(embeddings.rank)
@@ -69,5 +69,5 @@ def own_tensors(embeddings: ShardedEmbeddings) -> dict[str, torch.Tensor]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """Returns the bytes of this process that are in memory now."""
     return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""Five small tables and MLPs for `OurJob` inside ranks that `run_ranks` has started, and all that its training changed.
+"""Five small tables and MLPs for `OurJob` inside ranks that `run_ranks` has started, and the state after training.
 
 job = OurJob(SMALL, plan_of("01101", world_size), rank, SMALL.batches(rank, world_size))
 trained(job, losses)                       # {"losses": ..., "dense": ..., "t_cat_0.weight": ...}
@@ -27,12 +27,12 @@ SMALL = replace(
 
 
 def plan_of(ranks: str, world_size: int) -> ShardingPlan:
-    """ranks: of the tables, a digit each."""
+    """Returns a plan. ranks: a digit for each table's rank."""
     return ShardingPlan({t.name: int(r) for t, r in zip(SMALL.tables, ranks, strict=True)}, world_size)
 
 
 def trained(job: OurJob, losses: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Losses, dense weights, and this rank's tables as they are now."""
+    """Returns losses, dense weights, and this rank's tables as they are now."""
     result = {"losses": torch.stack(list(losses)), "dense": job.dense.flat.detach().clone()}
     for name in job.embeddings.plan.tables_on(job.embeddings.rank):
         result |= {f"{name}.{key}": value.clone() for key, value in job.embeddings.storage.tensors(name).items()}

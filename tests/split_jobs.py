@@ -1,4 +1,4 @@
-"""Jobs under given plans, by ranks that `run_ranks` has started; and what a run predicts on so many ranks.
+"""Trains jobs under given plans inside ranks that `run_ranks` has started, and predicts from a run on other ranks.
 
 run_ranks(train, 2, [(job(tmp_path, "whole", WHOLE, 2), tmp_path / "run")])
 """

@@ -1,4 +1,4 @@
-"""Standard error as a pseudo-terminal, and what it was sent."""
+"""Replaces standard error by a pseudo-terminal, and keeps what was written to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 class Terminal:
-    """`with Terminal() as terminal: ...` has it as standard error; `terminal.said` is then what it was sent."""
+    """`with Terminal() as terminal: ...` makes it standard error; `terminal.said` is then what was written to it."""
 
     said = ""
 

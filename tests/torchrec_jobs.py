@@ -1,4 +1,4 @@
-"""A TorchRec training job on small tables, for the tests that move them: every kind that is handled, in two modules."""
+"""A TorchRec training job with two modules and every kind of table that we handle, for tests that move them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plan_of(*ranks: int, world_size: int = 2) -> ShardingPlan:
 
 
 def sharded(plan: Any, optimizer: str = "EXACT_SGD", module: nn.Module | None = None) -> tuple[Any, Any]:
-    """DistributedModelParallel of a Model and its optimizer. plan: ours, or TorchRec's. Collective."""
+    """Returns a DistributedModelParallel of a Model, and its optimizer. plan: ours, or TorchRec's. Collective."""
     assert find_torchrec() is None
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
@@ -109,7 +109,7 @@ def train_step(model: Any, optimizer: Any, features: Any) -> float:
 
 
 def all_rows(model: Any) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of all tables of all ranks, by what holds them."""
+    """Returns weights and optimizer state of all tables of all ranks, by name."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     found = dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Trainers inside ranks that `run_ranks` has started, so that one spawn holds many runs.
+"""Makes trainers inside ranks that `run_ranks` has started, so that one spawn serves many runs.
 
 with trainer(config(tmp, train={"max_steps": 5}), rank, world_size, run_dir) as t: t.run()
 """
@@ -32,7 +32,7 @@ TABLES: list[dict[str, Any]] = [
 
 
 def config(run_dir: Path | str = "runs", **sections: Any) -> Config:
-    """A small model that trains in milliseconds a step; `train={"epochs": 3}` replaces single keys of a section."""
+    """Returns a config that trains in milliseconds a step; `train={"epochs": 3}` replaces single keys of a section."""
     record: dict[str, Any] = {
         "run": {"device": "cpu", "pin_cores": False, "dir": str(run_dir)},
         "data": {"source": "synthetic", "num_dense": 3, "train_samples": 250, "test_samples": 0, "tables": TABLES},
@@ -51,7 +51,7 @@ def config(run_dir: Path | str = "runs", **sections: Any) -> Config:
 
 
 def plan_file(folder: Path, ranks: str, world_size: int) -> str:
-    """Table i on rank ranks[i], as a plan file; its path."""
+    """Writes a plan file with table i on rank ranks[i]; returns its path."""
     path = folder / f"plan_{ranks}_{world_size}.json"
     rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
     path.write_text(json.dumps({"schema": 1, "world_size": world_size, "rank_of": rank_of}))
@@ -59,7 +59,7 @@ def plan_file(folder: Path, ranks: str, world_size: int) -> str:
 
 
 def make_runtime(rank: int, world_size: int) -> Runtime:
-    """On the group that run_ranks has made."""
+    """Returns a runtime on the group that run_ranks has made."""
     minute = timedelta(seconds=60)
     assert dist.group.WORLD is not None
     return Runtime(
@@ -83,7 +83,7 @@ def trainer(settings: Config, runtime: Runtime, run_dir: Path, **options: Any) -
 
 
 def tensors(made: Trainer) -> dict[str, Tensor]:
-    """Copies of all that this rank would save."""
+    """Returns copies of all tensors that this rank would save."""
     return {name: value.detach().clone() for name, value in made.job.state.tensors().items()}
 
 
@@ -92,5 +92,5 @@ def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, loss) of each training step that was logged, in the file's order."""
+    """Returns (step, loss) of each logged training step, in the file's order."""
     return [(r["step"], r["logloss"]) for r in records(run_dir) if r["split"] == "train" and "logloss" in r]

@@ -1,4 +1,4 @@
-"""The package as people get it: a wheel, and an environment that has nothing of this repository but that wheel."""
+"""Builds the package as people get it: a wheel, and an environment with only that wheel of this repository."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def build_wheel(folder: Path) -> Path:
-    """From a copy, so that nothing which earlier builds left behind gets in."""
+    """Builds a wheel from a copy, so that nothing from earlier builds gets in."""
     copy = folder / "source"
     shutil.copytree(
         REPOSITORY / "dlrm_autoshard", copy / "dlrm_autoshard", ignore=shutil.ignore_patterns("__pycache__")
@@ -26,7 +26,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install_beside_our_packages(wheel: Path, folder: Path) -> Path:
-    """An environment with the wheel, and with torch and the like from the one that runs the tests; its bin folder."""
+    """Makes an environment with the wheel, and with torch and the like from the tests' own; returns its bin folder."""
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = folder / "bin" / "python"
     run([sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet", str(wheel)])
@@ -36,7 +36,7 @@ def install_beside_our_packages(wheel: Path, folder: Path) -> Path:
 
 
 def bare() -> dict[str, str]:
-    """The environment's variables without what would lead back to the repository, or spare users a warning."""
+    """Returns environment variables without those that lead back to the repository or hide a warning from users."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
 
 

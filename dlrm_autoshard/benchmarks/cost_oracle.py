@@ -1,9 +1,9 @@
-"""A machine that the planner knows nothing of: GPU-like, fused, non-additive costs, by arithmetic alone.
+"""A simulated machine that the planner knows nothing of: GPU-like, fused, non-additive costs.
 
 oracle = CostOracle(tables, stats, batch_size=65536, devices=4, seed=0)
 oracle.step_ms(rank_T)                  # the exact cost: sum over stages of the slowest rank
 oracle.profile(plan)                    # the same as synchronous ranks would report it, with noise
-oracle.near_optimum(starts)             # what a long search on the exact costs comes to
+oracle.near_optimum(starts)             # the result of a long search on the exact costs
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
-# Written apart from the planner: none of its features, prices or networks occur here. Tables differ in ways that their
-# statistics do not show (`hidden`): that is learned by measuring only. Axes: T tables, N sets of tables, W devices.
+# Independent of the planner: none of its features, prices or networks occur here. Tables have `hidden` factors that
+# their statistics do not show, so that only measuring finds them. Axes: T tables, N sets of tables, W devices.
 
 BYTES_PER_MS, CACHE_BYTES, BAGS_IN_FLIGHT = 1.2e9, 40e6, 1.5e5
 LAUNCH_MS, TABLE_MS, SORT_MS_PER_MILLION = 0.03, 0.004, 0.12
@@ -79,7 +79,7 @@ class CostOracle(Noise):
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def compute_ms(self, inside_NT: np.ndarray) -> np.ndarray:
-        """[N, 2] fused forward and backward of the sets of tables whose rows in `inside_NT` are 1."""
+        """Returns [N, 2] ms of the fused forward and backward of each set of tables, given as a row of 0 and 1."""
         inside_NT = inside_NT.astype(np.float64)
         count_N = inside_NT.sum(axis=1)
         # All tables share the L2: what fits is read from there. Few bags leave most of the GPU idle.
@@ -99,7 +99,7 @@ class CostOracle(Noise):
         return both
 
     def exchange_ms(self, dims_NW: np.ndarray) -> np.ndarray:
-        """[N, 2] of synchronous collectives: all ranks take as long as the one with most to send, or to receive."""
+        """Returns [N, 2] ms of synchronous exchanges: all ranks wait for the one with most to send or to receive."""
         mb = 4e-6 * self.batch_size / self.devices
         sent_N = dims_NW.max(axis=1) * mb * (self.devices - 1)
         received_N = (dims_NW.sum(axis=1) - dims_NW.min(axis=1)) * mb
@@ -107,7 +107,7 @@ class CostOracle(Noise):
         return np.stack([ms_N, 1.1 * ms_N], axis=1)
 
     def stages_ms(self, rank_T: np.ndarray) -> np.ndarray:
-        """[W, 4] exact stages of every rank, in the order of PLANNED_STAGES."""
+        """Returns [W, 4] exact ms of every rank's stages, in the order of PLANNED_STAGES."""
         inside_WT = rank_T == np.arange(self.devices)[:, None]
         forward_W, backward_W = self.compute_ms(inside_WT).T
         exchange_2 = self.exchange_ms((inside_WT @ self.dim_T)[None])[0]
@@ -120,7 +120,7 @@ class CostOracle(Noise):
     # -- split tables ----------------------------------------------------------------------------------------------
 
     def of(self, plan: ShardingPlan) -> CostOracle:
-        """The same machine, asked about the shards of `plan`."""
+        """Returns the same machine for the shards of `plan`."""
         if not plan.split_tables:
             return self
         names = tuple(plan.ordered([table.name for table in self.tables]).rank_of)
@@ -133,7 +133,7 @@ class CostOracle(Noise):
         return self._of_shards[names]
 
     def plan_ms(self, plan: ShardingPlan) -> float:
-        """Exact cost, whatever the plan splits."""
+        """Returns the plan's exact cost, with split tables or without."""
         of = self.of(plan)
         return of.step_ms(of.ranks_of(plan))
 
@@ -148,7 +148,7 @@ class CostOracle(Noise):
         return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", self.noise_iqr)
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        """The noise of a shard's measurement is its own, in whatever order shards are measured."""
+        """Measures shards; a measurement's noise depends on the shard alone, not on the order."""
         ms_N2 = np.array([self._shard_ms(shard) for shard in shards])
         for number, shard in enumerate(shards):
             name = " ".join(shard)
@@ -158,7 +158,7 @@ class CostOracle(Noise):
         return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in ms_N2.tolist()]
 
     def _shard_ms(self, names: Sequence[str]) -> np.ndarray:
-        """[2] exact, of tables and parts of tables."""
+        """Returns [2] exact ms of tables and parts of tables."""
         parts = {Shard.parse(name).table: Shard.parse(name).columns for name in names if name.endswith("]")}
         rank_of = {}
         for table in self.tables:
@@ -172,10 +172,10 @@ class CostOracle(Noise):
         ms_2: np.ndarray = of.compute_ms(inside_T[None])[0]
         return ms_2
 
-    # -- what can be had -----------------------------------------------------------------------------------------------
+    # -- the near-optimum ----------------------------------------------------------------------------------------------
 
     def near_optimum(self, starts: Sequence[np.ndarray], kicks: int, seed: int = 0) -> tuple[float, np.ndarray]:
-        """The least cost that descents from `starts`, and from shaken copies of the best, come to, and its ranks."""
+        """Returns the least cost found by descents from `starts` and perturbed copies of the best, and its ranks."""
         generator = np.random.default_rng(seed)
         best = min((self._descend(start) for start in starts), key=lambda found: found[0])
         for _ in range(kicks):
@@ -186,7 +186,7 @@ class CostOracle(Noise):
         return best
 
     def _descend(self, rank_T: np.ndarray) -> tuple[float, np.ndarray]:
-        """Best move or swap again and again, as long as one helps."""
+        """Makes the best move or swap as long as one helps."""
         rank_T, now_ms = rank_T.copy(), self.step_ms(rank_T)
         while True:
             candidates_NT = self._neighbours(rank_T)
@@ -197,7 +197,7 @@ class CostOracle(Noise):
             rank_T, now_ms = candidates_NT[best], float(step_N[best])
 
     def _neighbours(self, rank_T: np.ndarray) -> np.ndarray:
-        """[N, T]: every move and swap of a table of a rank that is slowest in some stage, or has most dims."""
+        """Returns [N, T]: every move and swap of a table on a rank that is slowest in some stage or has most dims."""
         stages_W4 = self.stages_ms(rank_T)
         dims_W = np.bincount(rank_T, weights=self.dim_T, minlength=self.devices)
         slow = {int(stages_W4[:, 0].argmax()), int(stages_W4[:, 3].argmax()), int(dims_W.argmax())}
@@ -213,7 +213,7 @@ class CostOracle(Noise):
         return np.array(found)
 
     def _steps_ms(self, rank_T: np.ndarray, candidates_NT: np.ndarray) -> np.ndarray:
-        """[N] exact steps. Only the two ranks that differ from `rank_T` are computed anew."""
+        """Returns [N] exact steps. Only the ranks that differ from `rank_T` are computed again."""
         stages_W4 = self.stages_ms(rank_T)
         compute_NW2 = np.tile(stages_W4[:, [0, 3]], (len(candidates_NT), 1, 1))
         differ_NT = candidates_NT != rank_T

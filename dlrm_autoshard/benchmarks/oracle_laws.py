@@ -1,4 +1,4 @@
-"""Machines whose laws are not the planner's own, beside the CostOracle's: what it is told, it is told by measuring.
+"""Simulated machines with other laws than CostOracle's, which the planner knows from measurements alone.
 
 oracle = LAWS["raw count"](tables, stats, batch_size=65536, devices=4, seed=0)
 """
@@ -16,7 +16,7 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 class RawCount(CostOracle):
-    """Fusing n tables makes them up to 45% faster by their number alone, however light they are."""
+    """Fusing n tables makes them up to 45% faster, by their number alone."""
 
     def compute_ms(self, inside_NT: np.ndarray) -> np.ndarray:
         count_N1 = np.maximum(inside_NT.sum(axis=1, keepdims=True), 1)
@@ -24,7 +24,7 @@ class RawCount(CostOracle):
 
 
 class LaunchByDim(CostOracle):
-    """Each dim is a launch of its own."""
+    """Each dim on a device needs a launch."""
 
     def compute_ms(self, inside_NT: np.ndarray) -> np.ndarray:
         of_dim_DT = self.dim_T == np.unique(self.dim_T)[:, None]
@@ -33,7 +33,7 @@ class LaunchByDim(CostOracle):
 
 
 class CacheCliff(CostOracle):
-    """Rows that fit the cache together are read from it; one byte more, and all of them from memory."""
+    """Rows are read from the cache if all of them fit, else all from memory."""
 
     def compute_ms(self, inside_NT: np.ndarray) -> np.ndarray:
         fits_N = inside_NT @ self.unique_bytes_T <= 8 * CACHE_BYTES
@@ -41,7 +41,7 @@ class CacheCliff(CostOracle):
 
 
 class Clusters(CostOracle):
-    """Hidden groups of tables share ids: on one device their rows are sorted once, which all but one gain by."""
+    """Hidden groups of tables share ids: on one device they save half of the time of all but the largest."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Clusters(CostOracle):
 
 
 class TwoHosts(CostOracle):
-    """The first half of the devices is one host, the rest another, and the link between them is five times slower."""
+    """Half of the devices are on one host, half on another, with a link that is five times slower."""
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -83,15 +83,22 @@ class TwoHosts(CostOracle):
 
 
 class Noisy(CostOracle):
-    """Measurements differ by 20%."""
+    """Measurements differ by 20%, and report as much."""
 
-    def noisy(self, exact_ms: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        found: np.ndarray = exact_ms * np.exp(0.2 * generator.standard_normal(exact_ms.shape))
-        return found
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        devices: int,
+        seed: int = 0,
+        noise: float = 0.2,
+    ) -> None:
+        super().__init__(tables, stats, batch_size, devices, seed, noise)
 
 
 class Outliers(CostOracle):
-    """One measurement in twenty is two to four times too long."""
+    """One measurement in twenty takes two to four times as long."""
 
     def noisy(self, exact_ms: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         factor = generator.uniform(2, 4) if generator.random() < 0.05 else 1.0

@@ -1,4 +1,4 @@
-"""A planner that a good engineer would write in an afternoon: tables alone, four features, local search.
+"""A planner that an engineer would write in an afternoon: tables measured alone, four features, local search.
 
 rank_T = plain_rival(task, oracle, plans=12)
 """
@@ -18,7 +18,7 @@ from dlrm_autoshard.probe.calibration import PASSES, calibration_shards
 
 
 class Fitted(CostOracle):
-    """Costs by what was measured; the oracle's searches, for they are anybody's, run on these."""
+    """Costs fitted to measurements, on which the oracle's local search runs."""
 
     def __init__(self, oracle: CostOracle, task: PlacementTask, alone_T2: np.ndarray) -> None:
         super().__init__(oracle.tables, oracle.stats, oracle.batch_size, oracle.devices)
@@ -65,8 +65,10 @@ class Fitted(CostOracle):
 
 
 def plain_rival(task: PlacementTask, oracle: CostOracle, plans: int) -> np.ndarray:
-    """The placement that measured best of so many, each the best by what was measured before. It is given the sets that
-    our own start measures."""
+    """Returns the placement that measured best of so many, each the best by all measurements before it.
+
+    It is given the same sets of tables as a start of our own planner measures.
+    """
     alone, sets = calibration_shards(task, seed=0)
     alone = [[name] for name in task.names]
     times = [[(t.fwd_compute_ms, t.bwd_compute_ms) for t in oracle.measure_shards(alone)] for _ in range(PASSES)]

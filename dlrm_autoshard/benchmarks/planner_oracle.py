@@ -1,8 +1,8 @@
-"""How near to the best plan `auto` comes on machines that it knows nothing of, by exact costs.
+"""Compares `auto`'s plans with the near-optimum on simulated machines that the planner knows nothing of.
 
-Each task is a job's start: shipped costs of another machine, this job's tables measured (alone and in sets), a few
-plans measured on the ranks, all with 2% of noise. What is planned is judged by the oracle's exact cost, against the
-best heuristic's and against what a long search on the exact costs itself comes to.
+Each task is a job's start: shipped costs of another machine, tables measured alone and in sets, a few plans measured on
+the ranks, with 2% of noise. Plans are judged by the oracle's exact cost, against heuristics' plans, a plain rival's,
+TorchRec's, and those of a long search on the exact costs.
 """
 
 from __future__ import annotations
@@ -66,20 +66,17 @@ def run(quick: bool) -> dict[str, Any]:
                 mean = with_interval(lambda x: x.mean(axis=-1), [row[name] for row in rows])
                 found.put(f"{law}, {tables}x{devices}: {name}", mean, targets[name])
     found.notes = [
-        "Laws by name are in oracle_laws.py; the plain rival measures tables alone and the same sets, has a ridge on "
-        "four features, searches the same neighbourhood and measures up to 12 plans. Means over 12 tasks at 20x4, 8 of "
-        "50 tables and 3 at 100x8.",
-        missing or "over_torchrec: the plan of TorchRec's planner, told the hosts and each table's mean pooling.",
-        "Costs are an oracle's arithmetic, no hardware's; means over tasks (intervals: of medians until 96cfaa0).",
-        "near_optimum_over_best_heuristic: what can be had, at most, of over_best_heuristic on these tasks.",
-        "split_over_...: the plan of a planner that may split tables (4 parts, 16 columns), over that of one that may "
-        "not, and over the best heuristic's, which splits none.",
+        "costs are an oracle's arithmetic, not hardware's; figures are means over tasks",
+        "laws: in oracle_laws.py; the plain rival: in plain_rival.py; it measures up to 12 plans",
+        missing or "over_torchrec: the plan of TorchRec's planner, given the hosts and each table's mean pooling",
+        "near_optimum_over_best_heuristic: the least that over_best_heuristic can be on these tasks",
+        "split_over_...: plans of a planner that may split tables into up to 4 parts of at least 16 columns",
     ]
     return vars(found)
 
 
 def judged(tables: int, devices: int, index: int, law: str = "fused") -> dict[str, float]:
-    """One task's figures."""
+    """Returns one task's figures."""
     pool = synthetic_pool(tables, seed=10_000 * tables + index, batch_size=BATCH)
     oracle = LAWS[law](pool.tables, pool.stats, BATCH, devices, seed=index)
     topology = Topology(devices, hosts=oracle.hosts if isinstance(oracle, TwoHosts) else None)
@@ -114,7 +111,7 @@ def judged(tables: int, devices: int, index: int, law: str = "fused") -> dict[st
 
 
 def started(task: PlacementTask, oracle: CostOracle, seed: int) -> PlanResult:
-    """As a job starts: tables measured, then finalists. No clock ends anything: the same seed gives the same plan."""
+    """Plans as a job starts: measures tables, then finalists. No clock decides, so a seed gives one plan."""
     planner = Planner("auto", seed=seed)
     start_costs(planner, task, fingerprint={}, measure_shards=oracle.measure_shards, budget_seconds=math.inf, seed=seed)
     return planner.plan(task, measure=lambda plans: [oracle.profile(plan) for plan in plans])

@@ -1,4 +1,4 @@
-"""A cluster in simulation whose shard costs are measured ones: interpolated between the recorded fbgemm shards.
+"""A simulated cluster whose shard costs are interpolated between recorded fbgemm shards.
 
 cluster = RecordedCluster(tables, seed=0)
 cluster.profile(stats, plan, batch_size)             # a StepProfile, 'simulated'
@@ -24,12 +24,12 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 MACHINE, NEIGHBOURS, HIDDEN_SPREAD = "amd_epyc", 8, 0.2
 LATENCY_MS, MB_PER_MS = 0.2, 1.5
-DENSE_MS = 10.0  # of the part that is the same on every rank
+DENSE_MS = 10.0  # of the dense part, equal on all ranks
 
 
 @cache
 def _recorded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prices [P, 2], and of each recorded shard its work [N, P], on log scales, and its residuals [N, 2]."""
+    """Returns prices [P, 2], and the recorded shards' log work [N, P] and log residuals [N, 2]."""
     samples = [s for s in read_samples(SHIPPED / f"{MACHINE}.npz") if isinstance(s, ShardSample)]
     work_NP = np.array([work(s.tables, s.stats, s.batch_size).sum(axis=0) for s in samples])
     ms_N2 = np.array([[s.fwd_compute_ms, s.bwd_compute_ms] for s in samples])
@@ -39,12 +39,11 @@ def _recorded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class RecordedCluster(Noise):
-    """slowdown: by rank, times longer that it computes.
+    """Simulated ranks. slowdown: how many times as long a rank computes, by rank.
 
-    A shard's cost: a line of non-negative prices through all recorded shards, times what the eight most alike of them
-    took beside that line. Each table takes more or less by a factor that its statistics do not show (20%), which the
-    planner, fitted to the same records, has to find out. Exchanges: 0.2 ms times log2 of twice the ranks, and 1.5 GB/s
-    a rank for what the one with most dims sends and receives.
+    A shard costs what non-negative prices fitted to all recorded shards say, times the residual of the eight most
+    similar ones. Each table has a hidden factor (20%) that the planner, fitted to the same records, has to find. An
+    exchange takes 0.2 ms times log2 of twice the ranks, and moves 1.5 GB/s a rank for the rank with most dims.
     """
 
     def __init__(self, tables: Sequence[TableConfig], seed: int, noise: float = 0.02) -> None:
@@ -55,7 +54,7 @@ class RecordedCluster(Noise):
         self._hidden_T = np.exp(HIDDEN_SPREAD * hidden.standard_normal(len(self.tables)))
 
     def compute_ms(self, stats: Sequence[TableStats], batch_size: int, shard: Sequence[int]) -> np.ndarray:
-        """[2]: forward and backward of one fused shard."""
+        """Returns [2] exact ms of a fused shard, forward and backward."""
         if not len(shard):
             return np.zeros(2)
         prices_P2, log_NP, residual_N2 = _recorded()
@@ -68,7 +67,7 @@ class RecordedCluster(Noise):
         return ms_2
 
     def stages_ms(self, stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int) -> np.ndarray:
-        """[W, 4], exact."""
+        """Returns [W, 4] exact ms of each rank's stages."""
         shards = [[i for i, t in enumerate(self.tables) if plan.rank_of[t.name] == r] for r in range(plan.world_size)]
         compute_W2 = np.array(
             [self.compute_ms(stats, batch_size, s) * self.slowdown.get(r, 1.0) for r, s in enumerate(shards)]
@@ -101,9 +100,11 @@ class RecordedCluster(Noise):
 
 
 class Disturbed:
-    """Noise of sampled steps: 2%, each stage by itself; or `real`, as two shared cores had it: a rank's stages of one
-    step correlated by 0.72, one step in ten beyond three robust standard deviations, and moments of a rank (3%) and of
-    the whole machine (4%) that last for a hundred steps."""
+    """Noise of sampled steps: 2% of each stage independently, or as measured on two shared cores (`real`).
+
+    Real noise correlates a rank's stages of one step by 0.72, has one step in ten beyond three robust standard
+    deviations, and has slow moments of a rank (3%) and of the machine (4%) that last for a hundred steps.
+    """
 
     def __init__(self, seed: int, world_size: int, real: bool) -> None:
         self._draw, self._ranks, self._real = np.random.default_rng([seed, 3]), world_size, real
@@ -115,20 +116,20 @@ class Disturbed:
             self._rank_W1 = np.exp(0.03 * self._draw.standard_normal((self._ranks, 1)))
 
     def step(self, exact_W4: np.ndarray) -> np.ndarray:
-        """[W, 4] as one sampled step would show them."""
+        """Returns [W, 4] as one sampled step shows them."""
         draw, own_W4 = self._draw, self._draw.standard_normal(exact_W4.shape)
         if not self._real:
             return exact_W4 * np.exp(0.02 * own_W4)
         shared_W1 = draw.standard_normal((self._ranks, 1))
         tail_W1 = draw.exponential(6.0, (self._ranks, 1)) * (draw.random((self._ranks, 1)) < 0.15)
         away_W4 = 0.85 * shared_W1 + 0.53 * own_W4 + tail_W1
-        away_W4[:, EXCHANGE] = own_W4[:, EXCHANGE]  # which ends on all ranks at once
+        away_W4[:, EXCHANGE] = own_W4[:, EXCHANGE]  # exchanges end on all ranks at once
         noisy: np.ndarray = exact_W4 * np.exp(0.03 * away_W4) * self.machine
         noisy[:, COMPUTE] *= self._rank_W1
         return noisy
 
     def dense(self, slow_W: np.ndarray) -> np.ndarray:
-        """[W] ms of the dense part, which follows a slow rank by 0.75 of the logarithm."""
+        """Returns [W] ms of the dense part, which follows a slow rank by 0.75 of the logarithm."""
         noise_W = np.exp((0.05 if self._real else 0.02) * self._draw.standard_normal(self._ranks))
         dense: np.ndarray = DENSE_MS * self.machine * (slow_W**0.75 * self._rank_W1.ravel() ** 0.75) * noise_W
         return dense
