@@ -66,35 +66,42 @@ class TableRecord(TypedDict):
     optimizer: NotRequired[TableOptimizerConfig]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The part of a table that a rank holds: rows [start, stop) and columns [start, stop), or all of them (None).
+Range = tuple[int, int]
+"""[start, stop) of a table's rows or columns."""
 
-    As text `item`, `item[0:64]`, `item[rows 0:1000]` or `item[rows 0:1000, 0:64]`: the names of shards in plans,
-    storage and reports. A whole table's name is the table's.
+
+class Shard(str):
+    """Rows [start, stop) and columns [start, stop) of a table, or all of them (None): `item`, `item[0:64]`,
+    `item[rows 0:1000]` or `item[rows 0:1000, 0:64]`. A whole table goes by the table's name.
+
+    A shard is text wherever text is wanted: a plan's keys, JSON, a message. Names that files and people give become
+    shards where they enter; the rest of the package is given shards.
     """
 
     table: str
-    columns: tuple[int, int] | None = None
-    rows: tuple[int, int] | None = None
+    columns: Range | None
+    rows: Range | None
 
-    def __str__(self) -> str:
-        ranges = [] if self.rows is None else ["rows {}:{}".format(*self.rows)]
-        ranges += [] if self.columns is None else ["{}:{}".format(*self.columns)]
-        return f"{self.table}[{', '.join(ranges)}]" if ranges else self.table
+    def __new__(cls, name: str) -> Shard:
+        return name if isinstance(name, Shard) else _parsed(name)
 
     @staticmethod
-    @lru_cache(maxsize=2**16)
-    def parse(name: str) -> Shard:
-        found = _SHARD.fullmatch(name) if name.endswith("]") else None
-        if found is None:
-            return Shard(name)
-        columns, rows = (None if found[i] is None else (int(found[i]), int(found[i + 1])) for i in (4, 2))
-        return Shard(found[1], columns, rows)
+    def of(table: str, columns: Range | None = None, rows: Range | None = None) -> Shard:
+        ranges = [] if rows is None else ["rows {}:{}".format(*rows)]
+        ranges += [] if columns is None else ["{}:{}".format(*columns)]
+        return Shard(f"{table}[{', '.join(ranges)}]" if ranges else table)
+
+    def __reduce__(self) -> tuple[type[Shard], tuple[str]]:
+        return Shard, (str(self),)
 
     @property
     def is_whole(self) -> bool:
         return self.columns is None and self.rows is None
+
+    @property
+    def all_columns(self) -> Shard:
+        """The same rows of its table, in all of its columns."""
+        return Shard.of(self.table, rows=self.rows)
 
     def __and__(self, other: Shard) -> Shard | None:
         """Returns what both hold, if anything; `within` says where that lies in each."""
@@ -103,27 +110,40 @@ class Shard:
         columns, rows = _common(self.columns, other.columns), _common(self.rows, other.rows)
         if any(both is not None and both[0] >= both[1] for both in (columns, rows)):
             return None
-        return Shard(self.table, columns, rows)
+        return Shard.of(self.table, columns, rows)
 
     def within(self, other: Shard) -> tuple[slice, slice]:
         """Returns the rows and columns of this shard among those of `other`, which holds all of it."""
         return _among(self.rows, other.rows), _among(self.columns, other.columns)
 
 
-def _common(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+_PART = re.compile(r"(.*?)\[(?!\])(?:rows (\d{1,15}):(\d{1,15}))?(?:(?:(?<=\[)|, )(\d{1,9}):(\d{1,9}))?\]", re.DOTALL)
+
+
+@lru_cache(maxsize=2**16)
+def _parsed(name: str) -> Shard:
+    shard = str.__new__(Shard, name)
+    found = _PART.fullmatch(name) if name.endswith("]") else None
+    shard.table, shard.rows, shard.columns = name, None, None
+    if found is not None:
+        shard.table = found[1]
+        shard.rows, shard.columns = (
+            None if found[first] is None else (int(found[first]), int(found[first + 1])) for first in (2, 4)
+        )
+    return shard
+
+
+def _common(one: Range | None, other: Range | None) -> Range | None:
     if one is None or other is None:
         return one or other
     return max(one[0], other[0]), min(one[1], other[1])
 
 
-def _among(inner: tuple[int, int] | None, outer: tuple[int, int] | None) -> slice:
+def _among(inner: Range | None, outer: Range | None) -> slice:
     if inner is None or inner == outer:
         return slice(None)
     first = 0 if outer is None else outer[0]
     return slice(inner[0] - first, inner[1] - first)
-
-
-_SHARD = re.compile(r"(.+?)\[(?!\])(?:rows (\d{1,15}):(\d{1,15}))?(?:(?:(?<=\[)|, )(\d{1,9}):(\d{1,9}))?\]", re.DOTALL)
 
 
 class TableInit(Section):
@@ -179,7 +199,7 @@ class TableConfig:
     @property
     def shard(self) -> Shard:
         """The part of a table that this is."""
-        return Shard.parse(self.name)
+        return Shard(self.name)
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -201,7 +221,8 @@ class TableConfig:
             )
         if (start, stop) == (first, last):
             return self
-        return replace(self, name=str(replace(self.shard, columns=(start, stop))), embedding_dim=stop - start)
+        name = Shard.of(self.shard.table, (start, stop), self.shard.rows)
+        return replace(self, name=name, embedding_dim=stop - start)
 
     def row_range(self, start: int, stop: int) -> TableConfig:
         """Rows [start, stop) of the whole table, which are among this one's."""
@@ -210,7 +231,8 @@ class TableConfig:
             raise UserError(f"table '{self.name}' has rows {first} to {last}: [rows {start}:{stop}] is no part of it.")
         if (start, stop) == (first, last):
             return self
-        return replace(self, name=str(replace(self.shard, rows=(start, stop))), num_embeddings=stop - start)
+        name = Shard.of(self.shard.table, self.shard.columns, (start, stop))
+        return replace(self, name=name, num_embeddings=stop - start)
 
     def holding(self, shard: Shard) -> TableConfig:
         """Returns this table's part that `shard` says; the table itself where it is whole."""

@@ -1,16 +1,16 @@
 # Sourced by quickstart.sh and test.sh, from the repository's root: finds Python, makes .venv, installs once.
 #
 #   DLRM_PYTHON       the Python to use (3.10 to 3.14); otherwise the first that works
-#   DLRM_TORCH        the torch to install, with the fbgemm that goes with it: 2.13 or 2.14; otherwise the newest
-#   DLRM_VENV         where the environment lives (.venv)
-#   DLRM_TORCH_INDEX  package index to find torch in, beside pip's own settings; "none": pip's own settings only
+#   DLRM_TORCH        the torch to install, with its matching fbgemm: 2.13 or 2.14; otherwise the newest
+#   DLRM_VENV         the environment's folder (.venv)
+#   DLRM_TORCH_INDEX  package index for torch, besides pip's own settings; "none": pip's own settings only
 
 VENV=${DLRM_VENV:-.venv}
 
 say() { printf '%s\n' "$*"; }
 die() { printf '\n%s\n' "$*" >&2; exit 1; }
 
-# use_env EXTRAS [cpu|cuda]: an active environment with this package and its extras (`dev` or nothing). Quick when
+# use_env EXTRAS [cpu|cuda]: activates an environment with this package and its extras (`dev` or nothing). Quick if
 # nothing has changed.
 use_env() {
     local extras=$1 variant
@@ -23,8 +23,8 @@ use_env() {
     . "$VENV/bin/activate"
 }
 
-# TorchRec, whose models we move too, in a folder of its own: it asks for fbgemm's CUDA package, so it comes without what
-# it asks for. Its 1.X goes with torch 2.(X+5), as fbgemm's does. 22 MB, once; without it its tests are skipped.
+# Installs TorchRec in a folder of its own, for the tests of its models. Without its requirements, because they include
+# fbgemm's CUDA package. TorchRec 1.X goes with torch 2.(X+5), as fbgemm does. 22 MB, once; without it tests skip.
 use_torchrec() {
     local minor
     minor=$("$PYTHON" -c 'import importlib.metadata as m; print(int(m.version("torch").split(".")[1]) - 5)')
@@ -36,14 +36,14 @@ use_torchrec() {
         >"$VENV/pip-torchrec.log" 2>&1 || say "Could not install torchrec; tests that need it are skipped."
 }
 
-# wanted_variant [cpu|cuda]: prints an extra of setup.py's, such as cpu or cpu-2.13. What nobody asks for stays as the
-# environment has it; a new one takes cuda where there is an NVIDIA GPU.
+# wanted_variant [cpu|cuda]: prints an extra of setup.py, such as cpu or cpu-2.13. Unasked, the environment's stays;
+# a new environment takes cuda if there is an NVIDIA GPU.
 wanted_variant() {
     local has device
     has=$(cat "$VENV/.variant" 2>/dev/null) || has=$(nvidia-smi -L >/dev/null 2>&1 && say cuda || say cpu)
     device=${1:-${has%%-*}}
     if [ -n "${DLRM_TORCH:-}" ]; then
-        grep -q "\"$DLRM_TORCH\": (" setup.py || die "DLRM_TORCH is '$DLRM_TORCH', which setup.py has no pair of."
+        grep -q "\"$DLRM_TORCH\": (" setup.py || die "DLRM_TORCH is '$DLRM_TORCH', but setup.py has no fbgemm for it."
         say "$device-$DLRM_TORCH"
     elif [ "$device" = "${has%%-*}" ]; then
         say "$has"
@@ -54,17 +54,17 @@ wanted_variant() {
 
 make_env() {
     if [ -e "$VENV" ] && [ ! -f "$VENV/.variant" ]; then
-        die "$VENV is there, but this script did not make it. Move it away, or set DLRM_VENV to another folder."
+        die "$VENV exists, but this script did not make it. Move it away, or set DLRM_VENV to another folder."
     fi
     find_python
     say "Making $VENV with $("$PYTHON" --version)."
     rm -rf "$VENV"
     mkdir -p "$VENV"
     say "$1" >"$VENV/.variant"
-    "$PYTHON" -m venv "$VENV" || die "Python could not make an environment in $VENV; its own words are above."
+    "$PYTHON" -m venv "$VENV" || die "Python could not make an environment in $VENV; see its message above."
 }
 
-# A Python counts if it starts, is of the right version and can make environments: shims and stripped builds may not.
+# Whether a Python starts and has the right version, which a shim may not.
 python_works() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
 }
@@ -86,7 +86,7 @@ find_python() {
         "or set DLRM_PYTHON to one."
 }
 
-# The stamp holds all that the installation follows from; while it is the same, nothing is done.
+# Installs unless the stamp, of everything the installation depends on, is unchanged.
 install_once() {
     local variant=$1 extras=$2 stamp=$VENV/.installed-$2 key index
     key="$(sha256sum setup.py | cut -d ' ' -f 1) $PWD"
@@ -108,11 +108,11 @@ pip_install() {
         die "pip could not reach a package index. Check the network (http_proxy, or pip's index-url) and run this again."
     fi
     grep -iE '^ *error' "$log" | tail -n 5 >&2 || true
-    die "pip could not install the packages; all that it said is in $log."
+    die "pip could not install the packages; its full output is in $log."
 }
 
-# On Linux PyPI's torch brings several GB of CUDA libraries. PyTorch's own index has the CPU build, which pip prefers
-# where it sees both; where that index does not answer, pip's own settings decide.
+# On Linux PyPI's torch brings several GB of CUDA libraries. PyTorch's own index has the CPU build, which pip prefers if
+# it sees both. If that index does not answer, pip's own settings decide.
 torch_index() {
     local index=${DLRM_TORCH_INDEX:-}
     [ "$index" != none ] || return 0
@@ -123,7 +123,7 @@ torch_index() {
     [ -z "$index" ] || printf -- '--extra-index-url %s' "$index"
 }
 
-# 2 GiB with torch's CPU build, 7 with the CUDA libraries that PyPI's brings, 12 with fbgemm's for CUDA beside them.
+# 2 GiB with torch's CPU build, 7 with the CUDA libraries of PyPI's build, 12 with those and fbgemm for CUDA.
 need_disk() {
     local need_gib=7 free_gib
     if [ "${1%%-*}" = cuda ]; then need_gib=12; elif [ -n "$2" ]; then need_gib=2; fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a bare Linux machine with Python to a trained model: environment, data, training on two ranks, summary.
-#   bash launch/quickstart.sh             CPU, or the GPU where there is one
-#   bash launch/quickstart.sh --cpu       CPU in any case (--cuda: GPU in any case)
+#   bash launch/quickstart.sh             on the GPU if there is one, else on the CPU
+#   bash launch/quickstart.sh --cpu       on the CPU (--cuda: on the GPU)
 #   bash launch/quickstart.sh train.epochs=3     further arguments go to dlrm-autoshard train
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ case "${1:-}" in
     -*) die "quickstart.sh knows --cpu, --cuda (or --gpu) and --help, not '$1'." ;;
 esac
 use_env "" "$variant"
-# Says what is wrong, and the line that fixes it, before anything is trained.
+# Before training, says what is wrong and how to fix it.
 dlrm-autoshard doctor --ranks 2 >"$VENV/doctor.log" 2>&1 || { cat "$VENV/doctor.log"; exit 1; }
 
 dlrm-autoshard data movielens --dir data/movielens-100k

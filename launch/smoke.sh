@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quickstart, and the tests that all else rests on, with another Python and another pair of torch and fbgemm than the
-# environment has that launch/test.sh tests in. They live beside it, in .venv-smoke.
+# Runs the quickstart and the most basic tests with another Python, torch and fbgemm than launch/test.sh uses, in an
+# environment beside it, .venv-smoke.
 #   bash launch/smoke.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

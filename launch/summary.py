@@ -1,4 +1,4 @@
-"""The quickstart's last words: how good, how fast, where the tables are, what autoshard did.
+"""Prints the quickstart's summary: metrics, speed, where the tables are, what autoshard did.
 
 python launch/summary.py runs/latest
 """
@@ -20,7 +20,7 @@ def summarize(run_dir: Path) -> str:
     record = RunRecord.load(run_dir)
     final = record.final_metrics()
     if final is None:
-        raise ReportError(f"'{run_dir}' is no finished run: it was never evaluated.")
+        raise ReportError(f"'{run_dir}' is not a finished run: it was never evaluated.")
     plan = ShardingPlan.load(last_plan(run_dir))
     split, metrics = final
     speeds = [line["throughput"] for line in record.metrics_of("train") if "throughput" in line]
@@ -31,7 +31,7 @@ def summarize(run_dir: Path) -> str:
         lines.append(f"  throughput  {speeds[-1]:,.0f} examples/s over {plan.world_size} ranks")
     for rank in range(plan.world_size):
         label = "placement" if rank == 0 else ""
-        lines.append(f"  {label:<10}  rank {rank}: {', '.join(plan.tables_on(rank)) or 'no tables'}")
+        lines.append(f"  {label:<10}  rank {rank}: {', '.join(plan.shards_on(rank)) or 'no tables'}")
     if record.decisions:
         lines.append(f"  autoshard   {autoshard_in_one_line(record)}")
     return "\n".join(lines)

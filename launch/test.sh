@@ -16,7 +16,7 @@ say "mypy:" && mypy dlrm_autoshard launch tests || status=1
 tests() { pytest --durations=10 --durations-min=1 "$@"; }
 if [ $# -gt 0 ]; then
     say "pytest:" && tests "$@" || status=1
-else # a file of tests at a time on each core; then those that need the machine for themselves
+else # one test file at a time on each core; then the tests that need the whole machine
     say "pytest, on all cores:" && tests -m "not slow and not alone" -n auto --dist loadfile || status=1
     say "pytest, one by one:" && tests -m "alone and not slow" || status=1
 fi

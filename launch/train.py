@@ -1,4 +1,4 @@
-"""Trains a DLRM as a YAML file says, for those who start the ranks themselves; else see `dlrm-autoshard train`.
+"""Trains a DLRM from a YAML file on ranks that you start yourself. `dlrm-autoshard train` starts them for you.
 
 OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 launch/train.py --config configs/movielens.yaml [section.key=value ...]
 """

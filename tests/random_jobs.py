@@ -292,7 +292,7 @@ def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
     for shard in bags.sharded.local_shards:
         number = by_name[shard.shard.table]
         rows, columns = slice(*shard.rows), slice(*shard.columns)
-        tensors, sums = bags.sharded.storage.tensors(shard.name), plain.sums[number][rows]
+        tensors, sums = bags.sharded.storage.tensors(shard.shard), plain.sums[number][rows]
         worst = max(worst, _relative(tensors["weight"], plain.weights[number].detach()[rows, columns]))
         if "momentum1" in tensors:
             worst = max(worst, _relative(tensors["momentum1"], sums[:, columns] if sums.dim() == 2 else sums))

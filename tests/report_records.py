@@ -67,7 +67,7 @@ def make_ranks(
             for wait, stages in WAIT_ENDS.items()
         }
         stages = {n: StageTime(ms, ms * 1.2, ms * 0.05, 20) for n, ms in {**times, **waits}.items()}
-        owned = plan.tables_on(rank)
+        owned = plan.shards_on(rank)
         step = sum(times.values()) + sum(waits.values())
         ranks.append(
             RankInterval(

@@ -1,4 +1,4 @@
-"""A simulated job with resharding in it, for tests of what is decided: every cost here is simulated, no rank runs.
+"""A simulated job with resharding, for tests of decisions: all costs are simulated, and no rank runs.
 
 job = Training(seed=0)
 job.run(3)                  # ["moved", "kept", "kept"]
@@ -28,25 +28,25 @@ from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
 
 @pytest.fixture(autouse=True)
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
+    """A search that no clock ends or skips, so that slow machines decide like fast ones."""
     for share in ("LOOK_SHARE", "LOOK_SHARE_UNSURE"):
         monkeypatch.setattr(thresholds, share, 1000.0)
     monkeypatch.setattr(History, "looked", lambda *_, **__: None)
 
 
 _STARTS: dict[Any, tuple[Planner, SimulatedCluster, ShardingPlan]] = {}
-"""Each job as it was after its start, a second of searching, which would be the same every time."""
+"""Jobs after their start, cached because it takes a second and is always the same."""
 
 
 class Training:
-    """Intervals of a simulated job, with resharding in it. records: its decisions.jsonl."""
+    """A simulated job with resharding, run interval by interval. records: its decisions.jsonl."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Training:
         return PlacementTask.build(self.tables, self.stats, self.topology, batch_size=BATCH, splits=self.splits)
 
     def start_plan(self) -> ShardingPlan:
-        """As a job starts: finalists measured on the ranks."""
+        """Starts like a job: measures finalists on the ranks."""
         return self.planner.plan(self.task, measure=lambda plans: [self.measure(p) for p in plans]).plan
 
     def measure(self, plan: ShardingPlan) -> Any:
@@ -122,7 +122,7 @@ class Training:
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
             self.plan = decision.new_plan
-            made = [move.record(self.bytes_of[Shard.parse(move.table).table]) for move in moves]
+            made = [move.record(self.bytes_of[move.shard.table]) for move in moves]
             decision = self.controller.moved(made, 0.1 + sum(move["bytes"] for move in made) / 1e9)
         return decision
 
@@ -137,7 +137,7 @@ class Training:
         return [self.interval().action for _ in range(intervals)]
 
     def best_known_ms(self) -> float:
-        """The best plan that an exact cost model's search finds (the simulator itself as the model)."""
+        """Returns the best plan that a search with exact costs finds (the simulator's own)."""
         best_ms, _, best = min((self.true_ms(p), p.fingerprint, p) for p in self._many_plans())
         improved = True
         while improved:

@@ -1,4 +1,4 @@
-"""Sharded embeddings of a few small tables inside ranks that `run_ranks` has started, and batches for them.
+"""Makes sharded embeddings of a few small tables on ranks of `run_ranks`, and batches for them.
 
 embeddings = make(rank, plan, "sgd", "fp32", TABLES)
 batch = global_batch(step, world_size)[rank]
@@ -63,7 +63,7 @@ def own_tensors(embeddings: ShardedEmbeddings) -> dict[str, torch.Tensor]:
     """Returns copies of this rank's rows and optimizer state, by names such as `item.weight`."""
     return {
         f"{name}.{key}": value.clone()
-        for name in embeddings.plan.tables_on(embeddings.rank)
+        for name in embeddings.plan.shards_on(embeddings.rank)
         for key, value in embeddings.storage.tensors(name).items()
     }
 

@@ -34,6 +34,6 @@ def plan_of(ranks: str, world_size: int) -> ShardingPlan:
 def trained(job: OurJob, losses: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns losses, dense weights, and this rank's tables as they are now."""
     result = {"losses": torch.stack(list(losses)), "dense": job.dense.flat.detach().clone()}
-    for name in job.embeddings.plan.tables_on(job.embeddings.rank):
+    for name in job.embeddings.plan.shards_on(job.embeddings.rank):
         result |= {f"{name}.{key}": value.clone() for key, value in job.embeddings.storage.tensors(name).items()}
     return result

@@ -34,7 +34,7 @@ def whole(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, list[tuple[Shard, Tensor]]] = {}
     for key, value in (item for rank in by_rank for item in rank.items()):
         name, _, tensor = key.rpartition(".")
-        shard = Shard.parse(name)
+        shard = Shard(name)
         found.setdefault(f"{shard.table}.{tensor}", []).append((shard, value))
     return {key: _together(parts) for key, parts in found.items()}
 

@@ -115,7 +115,7 @@ def test_nothing_moves_to_a_plan_that_is_forbidden_by_now() -> None:
     job.controller = job.make_controller(liar(job))
     job.controller.load_state_dict(state)
     job.controller.left.append(good)
-    assert "rolled_back" not in job.run(3) and not job.plan.tables_on(1)
+    assert "rolled_back" not in job.run(3) and not job.plan.shards_on(1)
 
 
 def test_rollback_can_be_switched_off() -> None:

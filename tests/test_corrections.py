@@ -454,7 +454,7 @@ def test_on_many_ranks_those_of_costly_tables_are_not_called_slow() -> None:
     pool = synthetic_pool(120, seed=1002, batch_size=batch_size)
     cluster, planner = RecordedCluster(pool.tables, seed=2), Planner(seed=0)
     task = PlacementTask.build(pool.tables, pool.stats, Topology(ranks), batch_size=batch_size)
-    alone = cluster.measure_shards(pool.stats, batch_size, [[table.name] for table in pool.tables])
+    alone = cluster.measure_shards(pool.stats, batch_size, [[table.shard] for table in pool.tables])
     planner.costs.observe_shards(
         [
             ShardSample((table,), (stat,), batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)

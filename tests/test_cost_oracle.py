@@ -14,6 +14,7 @@ from dlrm_autoshard.benchmarks.planner_oracle import judged
 from dlrm_autoshard.benchmarks.splits import dcn_by_h200
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
+from dlrm_autoshard.tables import Shard
 
 
 def some_oracle(tables: int, devices: int, seed: int = 0, noise: float = 0.02) -> CostOracle:
@@ -77,7 +78,7 @@ def test_the_same_seed_gives_the_same_plan_and_figures_under_any_law(law: str) -
 
 def test_a_measurement_of_a_shard_has_its_own_noise_in_whatever_order_it_is_taken() -> None:
     one, other = (some_oracle(6, 2) for _ in range(2))
-    shards = [["t_0"], ["t_1"], ["t_0", "t_2"]]
+    shards = [[*map(Shard, names)] for names in (["t_0"], ["t_1"], ["t_0", "t_2"])]
     assert one.measure_shards(shards) == other.measure_shards(shards[::-1])[::-1] != one.measure_shards(shards)
 
 

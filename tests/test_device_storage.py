@@ -69,10 +69,10 @@ def train_with_moves(rank: int, world_size: int, optimizer: str, on_device: bool
         pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
         embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
     if memory is not None:
-        assert memory.alive == embeddings.storage.bytes_of(embeddings.plan.tables_on(rank))["device"]
+        assert memory.alive == embeddings.storage.bytes_of(embeddings.plan.shards_on(rank))["device"]
     return {
         f"{name}.{key}": value.detach().clone()
-        for name in embeddings.plan.tables_on(rank)
+        for name in embeddings.plan.shards_on(rank)
         for key, value in embeddings.storage.tensors(name).items()
     }
 
@@ -95,13 +95,13 @@ def swap_two(rank: int, world_size: int, free_bytes: int | None) -> tuple[Any, .
     home = {t.name: int(i >= 3) for i, t in enumerate(BIG)}
     memory = CountedMemory()
     embeddings = make(rank, ShardingPlan(home, world_size), BIG, "sgd", memory)
-    stays = embeddings.plan.tables_on(rank)[1]
+    stays = embeddings.plan.shards_on(rank)[1]
     address, values = embeddings.storage.tensors(stays)["weight"].data_ptr(), memory.taken
     held, memory.most = memory.alive, memory.alive
-    expected = {n: embeddings.storage.tensors(n)["weight"].sum() for n in embeddings.plan.tables_on(rank)}
+    expected = {n: embeddings.storage.tensors(n)["weight"].sum() for n in embeddings.plan.shards_on(rank)}
     swapped = ShardingPlan(home | {"t0": 1, "t3": 0}, world_size)
     stats = reshard(embeddings, swapped, group=dist.group.WORLD, free_bytes=free_bytes)  # type: ignore[arg-type]
-    after = {n: embeddings.storage.tensors(n)["weight"].sum() for n in embeddings.plan.tables_on(rank)}
+    after = {n: embeddings.storage.tensors(n)["weight"].sum() for n in embeddings.plan.shards_on(rank)}
     assert all(torch.equal(after[n], expected[n]) for n in after.keys() & expected.keys())
     moved_in = embeddings.storage.tensors(stays)["weight"].data_ptr() != address
     return held, memory.most - held, memory.alive - held, memory.taken - values, moved_in, stats.bytes
@@ -149,8 +149,9 @@ def test_a_device_that_cannot_hold_the_new_layout_is_named() -> None:
 
 
 def count_flushes(rank: int, world_size: int) -> list[int]:
-    names = [t.name for t in TABLES]
-    embeddings = make(rank, ShardingPlan(dict.fromkeys(names, 0), 1), TABLES, "rowwise_adagrad", CountedMemory())
+    names = [t.shard for t in TABLES]
+    plan = ShardingPlan({name: 0 for name in names}, 1)
+    embeddings = make(rank, plan, TABLES, "rowwise_adagrad", CountedMemory())
     lookup, flushes, counts = embeddings.storage.lookups[0].tbe, 0, list[int]()
 
     def flush() -> None:

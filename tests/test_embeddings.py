@@ -11,7 +11,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import run_ranks
 from tests.small_embeddings import TABLES, global_batch, own_tensors, train_step
 
@@ -107,7 +107,7 @@ def gradient_of(rank: int, world_size: int, exchange_dtype: str, value: float) -
         rank=rank, group=group, id_group=group, device=torch.device("cpu"),
         exchange_dtype=ExchangeDtypes.model_validate(exchange_dtype),
     )  # fmt: skip
-    weight = embeddings.storage.tensors("ab"[rank])["weight"]
+    weight = embeddings.storage.tensors(Shard("ab"[rank]))["weight"]
     weight.zero_()
     ids = torch.arange(32, dtype=torch.int32) + 32 * rank
     batch = Batch(torch.zeros(32, 0), torch.ones(2, 32, dtype=torch.int32), ids.repeat(2), torch.zeros(32), 32, 64)

@@ -207,6 +207,6 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
             local = embeddings.lookup(LocalIds(*bags))
             embeddings.update(local, torch.sin(local.detach()))
         results.append(
-            {(t, k): v.cpu() for t in second.tables_on(rank) for k, v in embeddings.storage.tensors(t).items()}
+            {(t, k): v.cpu() for t in second.shards_on(rank) for k, v in embeddings.storage.tensors(t).items()}
         )
     return sum(not torch.equal(results[0][key], results[1][key]) for key in results[0])

@@ -26,7 +26,7 @@ from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.ranks.runtime import RuntimeFailure, choose_backend
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.distributed.tables.tbe import RowCache
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_rows_that_were_loaded_over_are_not_taken_from_the_cache(streams: list[_
     tbe.reset_cache_states = lambda: forgotten.append(True)  # type: ignore[attr-defined]
     tables = [TableConfig("a", 100, 8), TableConfig("b", 50, 8)]
     storage = Storage(tables, TablesConfig(), torch.device("cpu"))
-    storage.hold(["a", "b"])
+    storage.hold([Shard("a"), Shard("b")])
     storage.lookups[0].cache = RowCache(tbe, torch.device("cuda"))
     tbe.prefetch(torch.arange(3), torch.zeros(1))
     storage.overwritten()
@@ -193,7 +193,7 @@ def test_weighted_ids_ask_a_gpu_for_no_gradients_of_their_weights() -> None:
         return torch.zeros(1)
 
     storage = Storage([TableConfig("a", 100, 8)], TablesConfig(), torch.device("cpu"))
-    storage.hold(["a"])
+    storage.hold([Shard("a")])
     fused = storage.lookups[0]
     fused.tbe, fused.no_weight_gradients = lookup, torch.zeros(1, dtype=torch.int32)
     ids = torch.arange(2), torch.tensor([0, 2])
@@ -204,11 +204,11 @@ def test_weighted_ids_ask_a_gpu_for_no_gradients_of_their_weights() -> None:
 
 def test_a_move_of_others_leaves_a_ranks_lookup_as_it_is() -> None:
     storage = Storage([TableConfig(name, 100, 8) for name in "abc"], TablesConfig(), torch.device("cpu"))
-    storage.hold(["a", "b"])
+    storage.hold([Shard("a"), Shard("b")])
     lookups = storage.lookups
-    storage.hold(["a", "b"])
+    storage.hold([Shard("a"), Shard("b")])
     assert storage.lookups is lookups
-    storage.hold(["a", "c"])
+    storage.hold([Shard("a"), Shard("c")])
     assert storage.lookups is not lookups
 
 

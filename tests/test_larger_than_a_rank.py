@@ -13,7 +13,7 @@ from torch import Tensor
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.training.checkpoints.manifest import Manifest, SavedState, read_manifest
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
@@ -45,7 +45,7 @@ def test_it_is_planned_trained_resumed_evaluated_and_exported_with_no_setting(tm
     assert np.allclose(losses(tmp_path / "split"), losses(tmp_path / "whole"), rtol=1e-5)
     (tmp_path / "split" / "config.yaml").write_text(twice.to_yaml())
     with saved_model(tmp_path / "split") as model:
-        assert torch.equal(model.bags.sharded.storage.tensors("big")["weight"], found["tables.big.weight"])
+        assert torch.equal(model.bags.sharded.storage.tensors(Shard("big"))["weight"], found["tables.big.weight"])
         weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.data.source.tables)
     assert torch.equal(dict(weights.tensors())["tables.big.weight"], found["tables.big.weight"])
     assert np.allclose(predicted(tmp_path / "split", 1), predicted(tmp_path / "split", 2), atol=1e-6)
@@ -84,7 +84,7 @@ def phases(rank: int, world_size: int, folder: str) -> dict[str, int]:
     assert embeddings is not None
     found["step"] = peak_of(lambda: train_step(embeddings, global_batch(1, world_size, tables)[rank]))
     found["move"] = peak_of(lambda: reshard(embeddings, OTHERS, group=world(), chunk_bytes=MIB))
-    for name in embeddings.plan.tables_on(rank):
+    for name in embeddings.plan.shards_on(rank):
         tensors |= {f"tables.{name}.{key}": value for key, value in embeddings.storage.tensors(name).items()}
     saved: list[object] = [None, None]
 
@@ -103,7 +103,7 @@ def phases(rank: int, world_size: int, folder: str) -> dict[str, int]:
     sums = {name: float(value.double().sum()) for name, value in own_tensors(embeddings).items()}
 
     def load() -> None:
-        held = embeddings.plan.tables_on(rank)
+        held = embeddings.plan.shards_on(rank)
         views = {f"tables.{n}.{key}": v for n in held for key, v in embeddings.storage.tensors(n).items()}
         for value in views.values():
             value.detach().zero_()

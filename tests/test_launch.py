@@ -290,7 +290,7 @@ def test_the_torch_is_the_newest_or_the_one_that_the_environment_has_or_dlrm_tor
     assert asked("cpu-2.13").endswith("-e .[cpu-2.13]")
     assert asked("cpu-2.14", DLRM_TORCH="2.14").endswith("-e .[cpu-2.14]")
     unknown = use_env(copy, DLRM_TORCH="2.12")
-    assert unknown.returncode == 1 and "DLRM_TORCH is '2.12', which setup.py has no pair of." in unknown.stderr
+    assert unknown.returncode == 1 and "DLRM_TORCH is '2.12', but setup.py has no fbgemm for it." in unknown.stderr
 
 
 def test_the_environment_is_made_once(tmp_path: Path) -> None:

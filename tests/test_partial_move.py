@@ -20,7 +20,7 @@ plans = st.lists(st.integers(0, 2), min_size=8, max_size=8).map(
 
 
 def imbalance(plan: ShardingPlan) -> float:
-    return float(max(sum(SIZES[table] for table in plan.tables_on(rank)) for rank in range(3)))
+    return float(max(sum(SIZES[table] for table in plan.shards_on(rank)) for rank in range(3)))
 
 
 def legal_in(topology: Topology, constraints: Constraints) -> Callable[[ShardingPlan], bool]:
@@ -42,8 +42,8 @@ def test_a_part_is_legal_small_and_no_slower(plan: ShardingPlan, target: Shardin
         assert part
         return
     moves = plan.moves_to(part)
-    assert 0 < sum(SIZES[move.table] for move in moves) <= limit
-    assert all(part.rank_of[move.table] == target.rank_of[move.table] for move in moves)
+    assert 0 < sum(SIZES[move.shard] for move in moves) <= limit
+    assert all(part.rank_of[move.shard] == target.rank_of[move.shard] for move in moves)
     assert legal(part) and imbalance(part) <= imbalance(plan)
 
 
@@ -53,7 +53,7 @@ def test_tables_that_stay_together_move_together() -> None:
     target = ShardingPlan({**plan.rank_of, "t0": 1, "t1": 1, "t7": 2}, 3)
     legal = legal_in(Topology(3), together)
     part = first_part(plan, target, SIZES, SIZES["t0"] + SIZES["t1"], imbalance, legal, together)
-    assert isinstance(part, ShardingPlan) and set(part.tables_on(1)) == {"t0", "t1"}
+    assert isinstance(part, ShardingPlan) and set(part.shards_on(1)) == {"t0", "t1"}
     smaller = first_part(plan, target, SIZES, SIZES["t0"], imbalance, legal, together)
     assert isinstance(smaller, str) and "'t0' and 't1'" in smaller
 
@@ -67,7 +67,7 @@ def test_two_full_ranks_swap_at_once() -> None:
 
 
 def imbalance_of(plan: ShardingPlan, rank: int) -> int:
-    return sum(SIZES[table] for table in plan.tables_on(rank))
+    return sum(SIZES[table] for table in plan.shards_on(rank))
 
 
 def test_what_may_never_move_is_pinned_by_itself_or_with_what_it_must_stay_with() -> None:

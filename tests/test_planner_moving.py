@@ -62,7 +62,7 @@ def test_a_costlier_move_carries_fewer_bytes(seed: int) -> None:
     carried = []
     for price in (0.0, 1e-7, 1e-6, 1e-5):
         (best, _), *_ = PLANNER.propose(task, live, ms_per_byte=price)
-        carried.append(sum(task.table_bytes[move.table] for move in live.moves_to(best)))
+        carried.append(sum(task.table_bytes[move.shard] for move in live.moves_to(best)))
     assert carried[0] > 2 * carried[-1] and carried == sorted(carried, reverse=True)
 
 

@@ -181,7 +181,7 @@ def test_every_algorithm_keeps_pins_groups_and_exclusions_and_repeats_itself(alg
     task = PlacementTask.build(tables, stats, topology, batch_size=BATCH, constraints=constraints)
     plans = [like(fitted, algorithm).plan(task).plan for _ in range(2)]
     assert plans[0] == plans[1]
-    assert plans[0].rank_of["t_0"] == 2 and not plans[0].tables_on(1)
+    assert plans[0].rank_of["t_0"] == 2 and not plans[0].shards_on(1)
     assert len({plans[0].rank_of[t] for t in ("t_1", "t_2", "t_3")}) == 1
     assert plans[0].rank_of["t_4"] != plans[0].rank_of["t_5"]
 

@@ -56,7 +56,7 @@ def true_ms(task: PlacementTask, plan: ShardingPlan) -> float:
 
 def stats_of(task: PlacementTask) -> list[TableStats]:
     by_name = dict(zip(task.names, task.stats, strict=True))
-    return [by_name[table.name] for table in task.wholes]
+    return [by_name[table.shard] for table in task.wholes]
 
 
 def test_a_table_costlier_than_an_even_share_is_split_and_the_step_gets_quicker() -> None:
@@ -248,7 +248,7 @@ def test_what_ranks_saw_of_their_rows_is_put_together() -> None:
     for first, last in ((0, 500), (500, 10_000)):
         inside = (ids >= first) & (ids < last)
         lengths = inside.reshape(4_000, 10).sum(1)[None]
-        seen.append({f"t[rows {first}:{last}]": measure_table_stats(lengths, ids[inside] - first)[0]})
+        seen.append({Shard(f"t[rows {first}:{last}]"): measure_table_stats(lengths, ids[inside] - first)[0]})
     together = of_whole_tables(seen)["t"]
     assert together.mean_pooling == pytest.approx(whole.mean_pooling)
     assert together.work_below(500, 10_000) == pytest.approx(whole.work_below(500, 10_000), abs=0.02)
@@ -319,7 +319,7 @@ def test_relabelling_equal_ranks_moves_the_fewest_bytes_and_costs_as_much() -> N
         current = task.plan_from(generator.permutation(4)[wanted_U])  # the same plan under other names
         named_U = relabelled(task, costs, wanted_U, current)
         assert costs.step_ms(named_U) == pytest.approx(costs.step_ms(wanted_U), rel=1e-3)
-        moved = sum(task.table_bytes[m.table] for m in current.moves_to(task.plan_from(named_U)))
+        moved = sum(task.table_bytes[m.shard] for m in current.moves_to(task.plan_from(named_U)))
         assert moved == 0
 
 
@@ -350,7 +350,7 @@ def test_relabelling_counts_parts_that_stay(data: st.DataObject) -> None:
 def _moved_bytes(tables: list[TableConfig], current: ShardingPlan, plan: ShardingPlan) -> float:
     table_of, total = {table.name: table for table in tables}, 0
     for move in current.moves_to(plan):
-        shard = Shard.parse(move.table)
+        shard = move.shard
         moved = table_of[shard.table].part(*shard.columns) if shard.columns else table_of[shard.table]
         total += moved.weight_bytes + moved.optimizer_bytes("rowwise_adagrad")
     return total

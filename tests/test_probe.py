@@ -29,7 +29,7 @@ from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
 from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
 from dlrm_autoshard.probe.step_timer import Step, StepTimer
-from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, measure_table_stats
 from tests.busy_core import busy
 from tests.ranks import run_ranks
 
@@ -296,9 +296,8 @@ def _measure_on_ranks(rank: int, world_size: int) -> tuple[list[StepProfile], li
         ),
     ]
     probe = RankProbe(_runtime(), pool.tables, pool.stats, 3 * 128, ShardProbe(buffer_gib=0.01, repeats=2))
-    return probe.on_rank_zero(
-        lambda: (probe.measure(plans), probe.measure_shards([["t_0[0:8]"], ["t_1", "t_2"], ["t_3"], names]))
-    )
+    sets = [[*map(Shard, shard)] for shard in (["t_0[0:8]"], ["t_1", "t_2"], ["t_3"], names)]
+    return probe.on_rank_zero(lambda: (probe.measure(plans), probe.measure_shards(sets)))
 
 
 def _fail_on_rank_one(rank: int, world_size: int) -> str | None:

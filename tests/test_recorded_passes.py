@@ -16,6 +16,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.recorded_passes import WARM_UP, RecordedPasses
 from dlrm_autoshard.distributed.step import NotFinite
+from dlrm_autoshard.tables import Shard
 from tests.ranks import run_ranks
 from tests.small_workload import SMALL, plan_of, trained
 
@@ -104,12 +105,12 @@ def replays_after_nan(rank: int, world_size: int) -> tuple[int, ...]:
     kept, found = job.dense.flat.detach().clone(), [again.replays]
     job.dense.flat.data[0] = torch.nan
     job.run(1)
-    for name, tensor in job.embeddings.storage.tensors("t_cat_0").items():
+    for name, tensor in job.embeddings.storage.tensors(Shard("t_cat_0")).items():
         assert not torch.isfinite(tensor).all(), name
     found.append(again.replays)
     job.dense.flat.data.copy_(kept)
     for table in SMALL.tables:
-        for tensor in job.embeddings.storage.tensors(table.name).values():
+        for tensor in job.embeddings.storage.tensors(table.shard).values():
             tensor.nan_to_num_()
     job.run(1)
     assert job.step.last_loss_finite

@@ -207,7 +207,7 @@ def profiles(draw: st.DrawFn) -> IntervalProfile:
     some = st.lists(st.sampled_from((*STAGES, *WAITS)), unique=True)
     ranks = [
         RankInterval(
-            3, 10, 20, rank, draw(st.text(max_size=5)), "cpu", plan.tables_on(rank), draw(st.integers(0, 2**40)),
+            3, 10, 20, rank, draw(st.text(max_size=5)), "cpu", plan.shards_on(rank), draw(st.integers(0, 2**40)),
             {name: StageTime(draw(times), draw(times), draw(times), draw(st.integers(1, 99))) for name in draw(some)},
             draw(times), draw(times), draw(st.none() | st.floats(0, 1)), draw(st.integers(0, 2**40)),
         )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.distributed.moves.reshard import ReshardError, ReshardRefused, reshard
 from dlrm_autoshard.distributed.moves.transfer import in_common_order
 from dlrm_autoshard.plan import Move, PlanError, ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import RankError, run_ranks
 from tests.small_embeddings import TABLES, global_batch, make, resident, world
 
@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, optimizer: str, dtype: str, first: str, sc
         pooled_bytes.update(pooled.detach().numpy().tobytes())
         embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
     result: dict[str, Any] = {f"pooled on {rank}": pooled_bytes.hexdigest()}
-    for name in embeddings.plan.tables_on(rank):
+    for name in embeddings.plan.shards_on(rank):
         for key, value in embeddings.storage.tensors(name).items():
             result[f"{name}.{key}"] = hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()
     assert embeddings.updates == STEPS  # on every rank, also one that was empty for a while
@@ -104,10 +104,10 @@ def away_and_back(rank: int, world_size: int) -> bool:
     home = ShardingPlan({"big": 0, "small": 2, "other": 1}, world_size)
     embeddings = make(rank, home, "adagrad", "fp32", tables)
     generator = torch.Generator().manual_seed(rank)
-    for name in home.tables_on(rank):
+    for name in home.shards_on(rank):
         for value in embeddings.storage.tensors(name).values():
             value.detach().copy_(torch.rand(value.shape, generator=generator))
-    before = {n: {k: v.clone() for k, v in embeddings.storage.tensors(n).items()} for n in home.tables_on(rank)}
+    before = {n: {k: v.clone() for k, v in embeddings.storage.tensors(n).items()} for n in home.shards_on(rank)}
     away = ShardingPlan({"big": 1, "small": 0, "other": 2}, world_size)
     stats = reshard(embeddings, away, group=world(), chunk_bytes=100_000, checksums=True)
     assert stats.bytes == sum(2 * t.weight_bytes for t in tables)
@@ -125,7 +125,7 @@ def test_away_and_back_restores_every_byte() -> None:
 
 def refused(rank: int, world_size: int) -> tuple[str, bool]:
     embeddings = make(rank, plan_of("0011", world_size), "adagrad", "fp32", TABLES)
-    digest = {n: embeddings.storage.tensors(n)["weight"].clone() for n in embeddings.plan.tables_on(rank)}
+    digest = {n: embeddings.storage.tensors(n)["weight"].clone() for n in embeddings.plan.shards_on(rank)}
     message = ""
     try:
         reshard(embeddings, plan_of("1111", world_size), group=world(), free_bytes=[10**9, 1000][rank])
@@ -207,7 +207,7 @@ def damage(rank: int, world_size: int) -> str:
     if rank == 1:
         hold = embeddings.storage.tensors
 
-        def tensors(name: str) -> dict[str, torch.Tensor]:
+        def tensors(name: Shard) -> dict[str, torch.Tensor]:
             values = hold(name)
             if name == "a" and values["weight"].any():  # it has arrived
                 values["weight"][3, 1] += 1
@@ -258,7 +258,7 @@ def test_a_rank_never_holds_more_than_its_larger_layout_and_its_chunks_under_way
     moves: list[tuple[int, int, int]], chunk_bytes: int
 ) -> None:
     sizes = {f"t{i}": {"weight": (size, 1)} for i, (_, _, size) in enumerate(moves)}
-    order = in_common_order([Move(f"t{i}", s, d) for i, (s, d, _) in enumerate(moves)], sizes, chunk_bytes)
+    order = in_common_order([Move(Shard(f"t{i}"), s, d) for i, (s, d, _) in enumerate(moves)], sizes, chunk_bytes)
     assert sum(chunk.stop - chunk.start for chunk in order) == sum(size for _, _, size in moves)
     pairs = {(s, d) for s, d, _ in moves}
     for rank in range(4):

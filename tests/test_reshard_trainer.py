@@ -117,7 +117,7 @@ def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:
     assert len(plans) >= 3
     for before, after, decision in zip(plans, plans[1:], decisions, strict=False):
         went = {(move["shard"], move["from_rank"], move["to_rank"]) for move in decision["moves"]}
-        assert went == {(move.table, move.source, move.destination) for move in before.moves_to(after)}
+        assert went == {(move.shard, move.source, move.destination) for move in before.moves_to(after)}
         assert sum(move["bytes"] for move in decision["moves"]) == decision["bytes_moved"]
     record = RunRecord.load(tmp_path / "resharded")
     assert [move["moves"] for move in result_of(record, plans[-1], {})["moves"]] == [d["moves"] for d in decisions]

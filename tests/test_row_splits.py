@@ -16,7 +16,7 @@ from dlrm_autoshard.distributed.lookup.row_ranges import RowRanges
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.moves.transfer import Chunk, Sent
 from dlrm_autoshard.plan import Move, ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import run_ranks
 from tests.small_embeddings import global_batch, make, own_tensors, resident, train_step, world
 from tests.split_plans import whole
@@ -105,7 +105,7 @@ def test_a_page_that_rows_share_with_ones_that_are_still_to_be_sent_is_kept() ->
         row_bytes=lambda name: {"weight": (400, 48)}, release_part=lambda *args: released.append(args[2:])
     )
     rows = [(0, 23), (23, 25), (25, 400)]
-    moves = [Move(f"t[rows {start}:{stop}]", 0, 1, leaves="t") for start, stop in rows]
+    moves = [Move(Shard(f"t[rows {start}:{stop}]"), 0, 1, leaves=Shard("t")) for start, stop in rows]
     chunks = [Chunk(move, "weight", 0, stop - start) for move, (start, stop) in zip(moves, rows, strict=True)]
     sent = Sent(storage, chunks)
     for chunk in (chunks[1], chunks[2]):

@@ -109,7 +109,7 @@ def test_a_trained_model_takes_no_memory_for_its_optimizer(run: Path) -> None:
     """And one whose optimizer is for GPUs alone can be looked at on a CPU."""
     with saved_model(run, splits=["test"]) as saved:
         tables = saved.bags.sharded.storage
-        assert {key for table in saved.data.source.tables for key in tables.tensors(table.name)} == {"weight"}
+        assert {key for table in saved.data.source.tables for key in tables.tensors(table.shard)} == {"weight"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -217,7 +217,7 @@ def test_weights_are_exported_by_name(run: Path, tmp_path: Path) -> None:
     assert np.array_equal(arrays["tables.item.weight"], state["embedding_bags.item.weight"].numpy())
     with saved_model(run) as saved:
         for table in saved.data.source.tables:
-            weight = saved.bags.sharded.storage.tensors(table.name)["weight"]
+            weight = saved.bags.sharded.storage.tensors(table.shard)["weight"]
             assert np.array_equal(arrays[f"tables.{table.name}.weight"], weight.numpy())
         dense = saved.dense.state_dict()
     of_dense = {name.removeprefix("dense."): value for name, value in state.items() if name.startswith("dense.")}

@@ -122,9 +122,9 @@ def test_features_of_one_table_train_it_as_plain_pytorch_does(world_size: int, o
         pooled = torch.stack([rank[f"pooled{step}"] for rank in ranks])
         torch.testing.assert_close(pooled, expected[f"pooled{step}"], rtol=1e-5, atol=1e-6)
     weights = {key: value for rank in ranks for key, value in rank.items() if key.endswith(".weight")}
-    assert {Shard.parse(key.removesuffix(".weight")).table for key in weights} == {"item", "user", "tag", "shop"}
+    assert {Shard(key.removesuffix(".weight")).table for key in weights} == {"item", "user", "tag", "shop"}
     for key, weight in weights.items():
-        shard = Shard.parse(key.removesuffix(".weight"))
+        shard = Shard(key.removesuffix(".weight"))
         start, stop = shard.columns or (0, weight.shape[1])
         torch.testing.assert_close(weight, expected[f"{shard.table}.weight"][:, start:stop], rtol=1e-5, atol=1e-6)
 
@@ -229,7 +229,7 @@ def test_a_job_plans_moves_saves_and_exports_a_shared_table_once(tmp_path: Path)
 def merged(by_rank: list[dict[str, Tensor]], table: str) -> Tensor:
     """A table's weight, whole, from its parts."""
     parts = {k.removesuffix(".weight"): v for rank in by_rank for k, v in rank.items() if k.endswith(".weight")}
-    own = {Shard.parse(k): v for k, v in parts.items() if Shard.parse(k).table == table}
+    own = {Shard(k): v for k, v in parts.items() if Shard(k).table == table}
     return torch.cat([own[shard] for shard in sorted(own, key=lambda shard: shard.columns or (0, 0))], 1)
 
 

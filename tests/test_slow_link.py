@@ -95,7 +95,7 @@ def test_the_loop_learns_that_the_link_is_costly_and_leaves_the_far_rank_alone(t
             plan.save(tmp_path / f"{name}.json")
             fixed = {"enabled": False, "placement": str(tmp_path / f"{name}.json")}
             throughput[name] = train(link, tmp_path / name, 1, fixed)[0].throughput
-    assert len(found.tables_on(3)) < len(start.tables_on(3))
+    assert len(found.shards_on(3)) < len(start.shards_on(3))
     assert throughput["found"] > 1.1 * throughput["start"]
 
 

@@ -102,11 +102,11 @@ def assert_read(tmp_path_factory: pytest.TempPathFactory, wrote: ShardingPlan, w
 def mean_of(rows: dict[str, Tensor], wanted: TableConfig) -> Tensor:
     """By columns, of the parts that have some of it."""
     total = torch.zeros(wanted.num_embeddings, dtype=torch.float64)
-    held = Shard(wanted.shard.table, wanted.columns, wanted.rows)
+    held = Shard.of(wanted.shard.table, wanted.columns, wanted.rows)
     for name, value in rows.items():
-        shard = Shard.parse(name)
+        shard = Shard(name)
         if (common := shard & held) is not None and common.columns is not None:
-            of_part = value[common.within(Shard(shard.table, shard.columns, shard.rows or (0, len(value))))[0]]
+            of_part = value[common.within(Shard.of(shard.table, shard.columns, shard.rows or (0, len(value))))[0]]
             total[common.within(held)[0]] += of_part.double() * (common.columns[1] - common.columns[0])
     return (total / wanted.embedding_dim).float()
 

@@ -17,7 +17,7 @@ from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, reshard
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import run_ranks
 from tests.small_embeddings import global_batch, make, resident, world
 from tests.split_plans import plans_of, whole
@@ -41,7 +41,7 @@ def train(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Tensor]
             pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
             result[f"step {step} on {rank}"] = pooled.clone()
             embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
-        for name in embeddings.plan.tables_on(rank):
+        for name in embeddings.plan.shards_on(rank):
             result |= {f"{name}.{key}": value.clone() for key, value in embeddings.storage.tensors(name).items()}
         results.append(result)
     return results
@@ -93,15 +93,15 @@ def row_sums(rank: int, world_size: int) -> dict[str, list[float]]:
     seen: dict[str, list[float]] = {}
 
     def look(when: str) -> None:
-        for name in embeddings.plan.tables_on(rank):
+        for name in embeddings.plan.shards_on(rank):
             seen[f"{when}: {name}"] = embeddings.storage.tensors(name)["momentum1"].tolist()
 
     if rank == 0:
-        embeddings.storage.tensors("t")["momentum1"].copy_(torch.arange(9.0))
+        embeddings.storage.tensors(Shard("t"))["momentum1"].copy_(torch.arange(9.0))
     reshard(embeddings, ShardingPlan({"t[0:4]": 0, "t[4:16]": 1}, 2), group=world(), chunk_bytes=4096)
     look("split")
     if rank == 1:
-        embeddings.storage.tensors("t[4:16]")["momentum1"].add_(8.0)
+        embeddings.storage.tensors(Shard("t[4:16]"))["momentum1"].add_(8.0)
     reshard(embeddings, ShardingPlan({"t[0:8]": 1, "t[8:16]": 0}, 2), group=world(), chunk_bytes=4096, checksums=True)
     look("split anew")
     reshard(embeddings, ShardingPlan({"t": 1}, 2), group=world(), chunk_bytes=4096)
@@ -191,8 +191,8 @@ def test_a_modules_state_loads_under_any_splits() -> None:
 def test_parts_that_are_cut_anew_too_often_at_once_are_refused_before_anything_moves() -> None:
     storage = Storage([TableConfig("t", 1 << 20, 64)], TablesConfig(), torch.device("cpu"))
     for stop in (52, 56, 60):
-        assert storage.claim([f"t[0:{stop}]"]) is None
-    assert storage.claim(["t[rows 0:1000000]"]) is None
-    assert "split anew too often" in (storage.claim(["t[24:64]", "t[0:24]"]) or "")
-    storage.give_up(["t[0:60]"])
-    assert storage.claim(["t[0:24]"]) is None and storage.claim(["t[24:48]", "t"]) is None
+        assert storage.claim([Shard(f"t[0:{stop}]")]) is None
+    assert storage.claim([Shard("t[rows 0:1000000]")]) is None
+    assert "split anew too often" in (storage.claim([Shard("t[24:64]"), Shard("t[0:24]")]) or "")
+    storage.give_up([Shard("t[0:60]")])
+    assert storage.claim([Shard("t[0:24]")]) is None and storage.claim([Shard("t[24:48]"), Shard("t")]) is None

@@ -86,7 +86,7 @@ def test_only_those_parts_are_made_that_are_measured(monkeypatch: pytest.MonkeyP
     )
     split = PlacementTask.split
 
-    def heard(self: PlacementTask, name: str) -> PlacementTask | None:
+    def heard(self: PlacementTask, name: Shard) -> PlacementTask | None:
         made.append(name)
         return split(self, name)
 
@@ -188,14 +188,18 @@ def test_what_is_known_of_as_many_tables_and_parts_as_a_start_measures_is_all_le
     assert {s.tables[0].name for s in planner.costs.replay.shards if len(s.tables) == 1} == wanted
 
 
-def test_each_table_is_measured_once_even_where_that_takes_longer_than_was_thought() -> None:
+def test_each_table_is_measured_once_even_where_that_takes_longer_than_was_thought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With the time for fitting, which is short: one of six starts had measured 40 of 50 tables."""
     pool, asked = synthetic_pool(30, seed=1, batch_size=256), set[str]()
-    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
+    task, now = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256), 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
 
     def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        nonlocal now
+        now += 0.02
         asked.update(name for shard in shards for name in shard if len(shard) == 1)
-        time.sleep(0.02)
         return [ShardTime(1.0, 1.0, 0.01, 3)] * len(shards)
 
     for seconds, everything in ((0.2, True), (0.05, False)):  # it takes 0.3 s
@@ -336,7 +340,7 @@ def test_calibration_looks_at_heavy_tables_alone_and_at_sets_like_a_ranks_share(
     assert calibration_shards(task, seed=0) == (alone, sets)
     splitting = replace(task, splits=Splits(max_parts=4, min_dim=4))
     more = [name for [name] in calibration_shards(splitting, seed=0)[0] if name not in task.names]
-    assert 0 < len(more) <= 8 and all(name.startswith(f"{Shard.parse(name).table}[0:") for name in more)
+    assert 0 < len(more) <= 8 and all(name.startswith(f"{name.table}[0:") for name in more)
 
 
 def test_parts_are_measured_down_to_the_width_at_which_they_are_no_costlier_than_an_even_share() -> None:
@@ -361,8 +365,8 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
     splits = Splits(max_parts=4, min_dim=16, optimizer="adagrad")
     task = PlacementTask.build(tables, stats, Topology(2), batch_size=2048, splits=splits)
 
-    def ms(name: str) -> float:
-        stat = stats[task.names.index(Shard.parse(name).table)]
+    def ms(name: Shard) -> float:
+        stat = stats[task.names.index(name.table)]
         costlier = 2.0 if stat.mean_pooling > 100 else 1.0
         return float(0.005 * costlier * stat.mean_pooling * task.shard(name)[0].embedding_dim ** 0.85)
 
@@ -371,10 +375,10 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
 
     planner = Planner("auto")
     start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure)
-    split = task.split("t0")
+    split = task.split(Shard("t0"))
     assert split is not None
     alone = dict(zip(split.names, planner.costs.costs_of(split).alone_ms(), strict=True))
-    for half in ("t0[0:64]", "t0[64:128]"):
+    for half in (Shard("t0[0:64]"), Shard("t0[64:128]")):
         assert alone[half] == pytest.approx(3 * ms(half), rel=0.1)
 
 

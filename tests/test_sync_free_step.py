@@ -125,7 +125,7 @@ def make_step(rank: int, ranks: str, streams: Any, world_size: int) -> TrainStep
 
 def results_of(step: TrainStep, rank: int) -> dict[str, Tensor]:
     result = {"dense": step.dense.flat.detach().clone(), "loss": step.dense.global_loss.clone()}
-    for name in step.bags.sharded.plan.tables_on(rank):
+    for name in step.bags.sharded.plan.shards_on(rank):
         result |= {f"{name}.{k}": v.detach().clone() for k, v in step.bags.sharded.storage.tensors(name).items()}
     return result
 

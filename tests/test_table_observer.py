@@ -15,7 +15,7 @@ from dlrm_autoshard.autoshard import table_observer
 from dlrm_autoshard.autoshard.table_observer import TableObserver, of_whole_tables
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats, measure_table_stats, reuse_bins
+from dlrm_autoshard.tables import NUM_REUSE_BINS, Shard, TableConfig, TableStats, measure_table_stats, reuse_bins
 
 
 def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within_a_step(
@@ -40,8 +40,8 @@ def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within
     assert reckoned == []
     found = observer.summary()
     assert len(reckoned) == 1 and set(found) == {"a", "b"}
-    assert found["a"].mean_pooling == found["b"].mean_pooling == 2.0
-    assert (found["a"].mean_reuse, found["b"].mean_reuse) == (4.0, 1.0)
+    assert found[Shard("a")].mean_pooling == found[Shard("b")].mean_pooling == 2.0
+    assert (found[Shard("a")].mean_reuse, found[Shard("b")].mean_reuse) == (4.0, 1.0)
     assert observer.summary() == {}
 
 
@@ -67,13 +67,14 @@ def test_a_tables_features_are_observed_as_one() -> None:
     offsets = torch.tensor([0, 3, 4, 6, 8, 8, 12])
     observer.observe(LocalIds(torch.tensor([7, 7, 7, 7, 1, 2, 3, 4, 1, 2, 3, 4]), offsets, batch_size=1), 2)
     found = observer.summary()
-    assert (found["b"].mean_pooling, found["b"].mean_reuse, found["b"].features) == (4.0, 2.0, 2)
-    assert (found["a"].mean_pooling, found["a"].mean_reuse, found["a"].features) == (2.0, 4.0, 1)
+    assert (found[Shard("b")].mean_pooling, found[Shard("b")].mean_reuse, found[Shard("b")].features) == (4.0, 2.0, 2)
+    assert (found[Shard("a")].mean_pooling, found[Shard("a")].mean_reuse, found[Shard("a")].features) == (2.0, 4.0, 1)
 
 
 def test_ranges_of_a_tables_rows_are_observed_as_one_table() -> None:
     first, second = TableStats(3.0, mean_reuse=2.0, batch_size=8), TableStats(1.0, mean_reuse=1.0, batch_size=8)
-    by_rank = [{"a": first, "b[rows 0:50]": first}, {"b[rows 50:100]": second, "b[rows 0:50]": first}]
+    low = Shard("b[rows 0:50]")
+    by_rank = [{Shard("a"): first, low: first}, {Shard("b[rows 50:100]"): second, low: first}]
     found = of_whole_tables(by_rank)
     assert found["a"] == first and (found["b"].mean_pooling, found["b"].mean_reuse) == (4.0, 1.6)
 

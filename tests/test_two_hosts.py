@@ -45,7 +45,7 @@ def train(moves: bool) -> list[list[float]]:
             stats = reshard(embeddings, there if step == 2 else here, group=world(), checksums=True)
             assert len(stats.moves) == len(TABLES)
         found.append(train_step(embeddings, global_batch(step, world_size)[rank]).flatten().tolist())
-    tensors = [embeddings.storage.tensors(name) for name in here.tables_on(rank)]
+    tensors = [embeddings.storage.tensors(name) for name in here.shards_on(rank)]
     return found + [tensor.flatten().tolist() for own in tensors for tensor in own.values()]
 
 

@@ -12,7 +12,7 @@ from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.plan import ShardingPlan
 
 WHY_NOT = find_torchrec()
-"""Why tests that need TorchRec can't run here; None where they can."""
+"""Why tests that need TorchRec cannot run here; None if they can."""
 
 FEATURES = ("g", "f1", "f2", "h")
 BATCH = 8
@@ -21,7 +21,7 @@ TABLES = tuple(DIMS)
 
 
 class Model(nn.Module):
-    """Table users.a has two features, of which users.b shares one; c is averaged; d is fp16; items.a has a namesake."""
+    """users.a has two features, one shared with users.b; users.c is averaged; users.d is fp16. items.a is another."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ TABLES: list[dict[str, Any]] = [
     {"name": "tag", "num_embeddings": 9, "embedding_dim": 16, "mean_pooling": 0.5},  # half of its bags are empty
     {"name": "shop", "num_embeddings": 200, "embedding_dim": 8, "mean_pooling": 4.0},
 ]
-"""Three dims, so two projections; skewed ids, so rows that many samples of a batch share."""
+"""Has three dims, so two projections; ids are skewed, so many samples of a batch share rows."""
 
 
 def config(run_dir: Path | str = "runs", **sections: Any) -> Config:

@@ -23,7 +23,7 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
     named = {"pinned": list(settings.pinned)}
     named |= {key: [table for group in getattr(settings, key) for table in group] for key in ("together", "apart")}
     for key, names in named.items():
-        unknown = [name for name in names if Shard.parse(name).table not in tables]
+        unknown = [name for name in names if Shard(name).table not in tables]
         if unknown:
             some = ", ".join(tables[:8]) + (", ..." if len(tables) > 8 else "")
             raise PlanError(

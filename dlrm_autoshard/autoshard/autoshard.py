@@ -229,7 +229,7 @@ class Autoshard:
         if runtime.rank == 0:
             placement.save(self.run_dir, self.steps)
             write_replicated(self.run_dir, sharded.replicated)
-        places = "; ".join(f"rank {rank}: {some_of(bags.plan.tables_on(rank))}" for rank in range(runtime.world_size))
+        places = "; ".join(f"rank {rank}: {some_of(bags.plan.shards_on(rank))}" for rank in range(runtime.world_size))
         self._say(f"{len(bags.tables)} tables on {runtime.world_size} rank(s), run directory {self.run_dir}; {places}")
         if sharded.replicated:
             self._say(said_of([table.name for table in sharded.replicated]))

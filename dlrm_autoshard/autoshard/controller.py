@@ -31,7 +31,6 @@ from dlrm_autoshard.planner.moves.partial_move import first_part, movable, movin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.decisions import DecisionLog
-from dlrm_autoshard.tables import Shard
 
 
 class ControllerRecord(TypedDict):
@@ -254,7 +253,7 @@ class Controller:
 
     def _known(self, plan: ShardingPlan) -> ShardingPlan:
         """Returns the plan; FormatError where it places other tables."""
-        tables, known = ({Shard.parse(name).table for name in names} for names in (plan.rank_of, self.bytes_of))
+        tables, known = set(plan.tables), set(self.bytes_of)
         if tables != known:
             raise FormatError(f"a plan is of other tables: {some_of(tables ^ known)}.")
         return plan

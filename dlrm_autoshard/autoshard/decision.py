@@ -114,7 +114,7 @@ class Decision:
     @property
     def tables_moved(self) -> int:
         """Number of tables; shards of one count once."""
-        return len({Shard.parse(move["shard"]).table for move in self.moves})
+        return len({Shard(move["shard"]).table for move in self.moves})
 
     @property
     def bytes_moved(self) -> int:

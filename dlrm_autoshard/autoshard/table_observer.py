@@ -47,16 +47,16 @@ class TableObserver:
             values_N = ids.values_N.to("cpu", copy=True).numpy()  # who gave them may fill their memory anew
             self._first = lengths_TB, values_N
 
-    def summary(self) -> dict[str, TableStats]:
+    def summary(self) -> dict[Shard, TableStats]:
         """name -> statistics, for the tables (or ranges of their rows) of which this rank owns something; {} where
         nothing was observed, or tables have moved since. Starts afresh."""
         if self._ids is None or self._filled is None or self._first is None or self._embeddings.plan != self._plan:
             self.begin()
             return {}
-        shards = [shard.name for shard in self._embeddings.local_lookups]
+        shards = [table.shard for table in self._embeddings.local_lookups]
         owned = {name: number for number, name in enumerate(dict.fromkeys(shards))}
         shard_of = [owned[name] for name in shards]  # those of one lie side by side
-        names = [str(replace(Shard.parse(name), columns=None)) for name in owned]
+        names = [shard.all_columns for shard in owned]
         lengths_TB, ids_N = join(*self._first, shard_of)
         pooling = np.bincount(shard_of, self._ids, len(owned)) / self._samples
         reuse = measure_table_stats(lengths_TB, ids_N)
@@ -79,11 +79,10 @@ class TableObserver:
         return np.where(unpooled, self._ids / self._samples, 1.0 if filled is None else filled)
 
 
-def of_whole_tables(by_rank: Iterable[Mapping[str, TableStats]]) -> dict[str, TableStats]:
+def of_whole_tables(by_rank: Iterable[Mapping[Shard, TableStats]]) -> dict[str, TableStats]:
     """Returns each table's statistics from all ranks' summaries: of ranges of its rows together."""
     ranges: dict[str, dict[tuple[int, int], TableStats]] = {}
-    for name, stats in (item for own in by_rank for item in own.items()):
-        shard = Shard.parse(name)
+    for shard, stats in (item for own in by_rank for item in own.items()):
         ranges.setdefault(shard.table, {})[shard.rows or (0, 0)] = stats
     return {table: _together({rows: parts[rows] for rows in side_by_side(parts)}) for table, parts in ranges.items()}
 

@@ -147,7 +147,7 @@ class CostOracle(Noise):
         ranks = tuple(RankCost(*row) for row in self.measured(of.stages_ms(of.ranks_of(plan))).tolist())
         return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", self.noise_iqr)
 
-    def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+    def measure_shards(self, shards: Sequence[Sequence[Shard]]) -> list[ShardTime]:
         """Measures shards; a measurement's noise depends on the shard alone, not on the order."""
         ms_N2 = np.array([self._shard_ms(shard) for shard in shards])
         for number, shard in enumerate(shards):
@@ -157,9 +157,9 @@ class CostOracle(Noise):
             ms_N2[number] = self.noisy(ms_N2[number], np.random.default_rng(key))
         return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in ms_N2.tolist()]
 
-    def _shard_ms(self, names: Sequence[str]) -> np.ndarray:
+    def _shard_ms(self, names: Sequence[Shard]) -> np.ndarray:
         """Returns [2] exact ms of tables and parts of tables."""
-        parts = {Shard.parse(name).table: Shard.parse(name).columns for name in names if name.endswith("]")}
+        parts = {name.table: name.columns for name in names}
         rank_of = {}
         for table in self.tables:
             first, last = parts.get(table.name) or (0, table.embedding_dim)

@@ -135,7 +135,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
 
 def _measured(judge: IsolatedProbe, plans: dict[str, ShardingPlan]) -> Iterator[dict[str, tuple[RankCost, ...]]]:
     """Yields each plan's costs by rank, round by round. A round measures all plans' shards once, in a drawn order."""
-    shards = sorted({frozenset(p.tables_on(r)) for p in plans.values() for r in range(p.world_size)}, key=sorted)
+    shards = sorted({frozenset(p.shards_on(r)) for p in plans.values() for r in range(p.world_size)}, key=sorted)
     for number in range(ROUNDS):
         judge.shard_times.clear()
         for position in np.random.default_rng(number).permutation(len(shards)):

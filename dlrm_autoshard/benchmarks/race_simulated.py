@@ -295,7 +295,7 @@ class _Loop:
                 self.counts["refused"] += 1
                 decision = replace(decision, new_plan=None)
             else:
-                made = [move.record(self.job.bytes_of[move.table]) for move in old.moves_to(new)]
+                made = [move.record(self.job.bytes_of[move.shard]) for move in old.moves_to(new)]
                 seconds = MOVE_SECONDS + sum(move["bytes"] for move in made) / MOVE_BYTES_PER_SECOND
                 self.controller.moved(made, seconds)
                 self.plan, self.moving = new, self.moving + seconds

@@ -20,7 +20,7 @@ from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.costs.replay import ShardSample
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 MACHINE, NEIGHBOURS, HIDDEN_SPREAD = "amd_epyc", 8, 0.2
 LATENCY_MS, MB_PER_MS = 0.2, 1.5
@@ -92,7 +92,7 @@ class RecordedCluster(Noise):
         )
 
     def measure_shards(
-        self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[str]]
+        self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[Shard]]
     ) -> list[ShardTime]:
         number = {table.name: i for i, table in enumerate(self.tables)}
         exact = np.array([self.compute_ms(stats, batch_size, [number[n] for n in shard]) for shard in shards])

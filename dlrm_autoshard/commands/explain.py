@@ -202,7 +202,7 @@ def memory_of(plan: ShardingPlan, table_bytes: dict[str, int], memory: Sequence[
             f"The fullest rank is {fullest}: {gib(used[fullest])} of {gib(memory[fullest])}"
             + (", so memory leaves little choice." if used[fullest] > 0.9 * memory[fullest] else ".")
         )
-    empty = [rank for rank in range(plan.world_size) if not plan.tables_on(rank)]
+    empty = [rank for rank in range(plan.world_size) if not plan.shards_on(rank)]
     if empty:
         sentences.append(f"{len(empty)} of {plan.world_size} ranks own no table.")
     return sentences
@@ -213,14 +213,15 @@ def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[Shardi
     of its ranks. task: has the plan's shards."""
     from dlrm_autoshard.formats.words import gib
     from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank
+    from dlrm_autoshard.tables import Shard
 
     sentences, now, memory = [], step_ms(plan), task.topology.memory_bytes
     most = None if memory is None else max(memory[rank] for rank in task.topology.usable_ranks)
     for table in plan.split_tables:
-        parts = [str(part) for part in plan.parts_of(table)]
+        parts = plan.parts_of(table)
         widths = " + ".join(str(shard.embedding_dim) for shard in task.tables if shard.name in parts)
         said = f"'{table}' is split into {len(parts)} shards ({widths} columns): whole,"
-        need = task.with_shards([task.shard(table)[0]]).table_bytes[table]
+        need = task.with_shards([task.shard(Shard(table))[0]]).table_bytes[table]
         if most is not None and need > most:
             sentences.append(f"{said} it would need {gib(need)}, and no rank has more than {gib(most)}.")
             continue

@@ -95,7 +95,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
                 exchange_bytes=exchange_bytes(ExchangeDtypes.model_validate(exchange_dtype)),
                 optimizer=own.name,
                 decays=own.weight_decay > 0,
-                placed={shard.table for shard in map(Shard.parse, plan.rank_of)} if plan else (),
+                placed=plan.tables if plan else (),
                 sequences=found.sequence_table_names,
             )
             names = [table.name for table in tables if table.name not in copied]
@@ -184,7 +184,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         replication."""
         tensors_of = self.sharded.storage.tensors
         own = {
-            f"{name}.{key}": value for name in self.plan.tables_on(self.rank) for key, value in tensors_of(name).items()
+            f"{name}.{key}": value for name in self.plan.shards_on(self.rank) for key, value in tensors_of(name).items()
         }
         return own if self.replicas is None else own | dict(self.replicas.named_tensors())
 
@@ -214,7 +214,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         own = self.own_tensors()
         known = {table.name for table in self.tables}
         saved_here = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        theirs = {key: value for key, value in saved_here.items() if Shard.parse(key.rsplit(".", 1)[0]).table in known}
+        theirs = {key: value for key, value in saved_here.items() if Shard(key.rsplit(".", 1)[0]).table in known}
         rest = {key: value for key, value in state_dict.items() if key[len(prefix) :] not in theirs}
         super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
         for name, value in own.items():
@@ -248,10 +248,10 @@ def assembled(saved: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | 
     if name in saved:
         return saved[name]
     owner, _, tensor = name.rpartition(".")
-    wanted, parts = Shard.parse(owner), dict[Shard, Tensor]()
+    wanted, parts = Shard(owner), dict[Shard, Tensor]()
     for key, value in saved.items():
         own, _, of = key.rpartition(".")
-        shard = Shard.parse(own)
+        shard = Shard(own)
         if of == tensor and shard & wanted is not None:
             parts[shard] = value
     first, last = wanted.columns or (0, max((shard.columns[1] for shard in parts if shard.columns), default=1))

@@ -70,7 +70,7 @@ class Constraints:
     def named(self) -> Mapping[str, Shard]:
         """All that any of them names, by name."""
         names = itertools.chain(self.pinned, *self.together, *self.apart)
-        return {name: Shard.parse(name) for name in names}
+        return {name: Shard(name) for name in names}
 
     def holders(self, shards: Sequence[Shard]) -> dict[str, list[int]]:
         """Returns for each name the numbers of the shards that hold some of it: a constraint on a table is one on its
@@ -222,6 +222,6 @@ def check_plan(
         for rank, (need, free) in enumerate(zip(used, topology.memory_bytes, strict=True)):
             if need > free:
                 raise PlanError(
-                    f"rank {rank} needs {gib(need)} for its {len(plan.tables_on(rank))} tables but has {gib(free)} "
+                    f"rank {rank} needs {gib(need)} for its {len(plan.shards_on(rank))} tables but has {gib(free)} "
                     f"({gib(need - free)} short). Add ranks, raise autoshard.memory_gib, or shrink its largest tables."
                 )

@@ -1,7 +1,7 @@
 """Which rank owns which shard: a table, or some of its columns or rows.
 
 plan = ShardingPlan({"user": 0, "item[0:64]": 0, "item[64:128]": 1}, world_size=2)
-plan.tables_on(1)                        # ("item[64:128]",)
+plan.shards_on(1)                        # ("item[64:128]",)
 plan.moves_to(other)                     # (Move("user", source=0, destination=1),)
 """
 
@@ -59,21 +59,17 @@ class PlanError(UserError):
 class Move:
     """A shard on the way from one rank to another; where a table is split anew, the part that one shard gives another.
 
-    table: name of what travels. leaves, arrives: the shards that it is of, before and after, if not one of its own.
+    leaves, arrives: the shards that it is of, before and after, if not one of its own.
     """
 
-    table: str
+    shard: Shard
     source: int
     destination: int
-    leaves: str | None = None
-    arrives: str | None = None
-
-    @cached_property
-    def shard(self) -> Shard:
-        return Shard.parse(self.table)
+    leaves: Shard | None = None
+    arrives: Shard | None = None
 
     def record(self, num_bytes: int) -> MoveRecord:
-        return MoveRecord(shard=self.table, from_rank=self.source, to_rank=self.destination, bytes=num_bytes)
+        return MoveRecord(shard=str(self.shard), from_rank=self.source, to_rank=self.destination, bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -88,6 +84,7 @@ class ShardingPlan:
     world_size: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rank_of", {Shard(name): rank for name, rank in self.rank_of.items()})
         for name, rank in self.rank_of.items():
             if not 0 <= rank < self.world_size:
                 raise PlanError(
@@ -98,11 +95,15 @@ class ShardingPlan:
             _check_parts(table, self.parts_of(table))
 
     @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """All that ranks own, in canonical order."""
+        return tuple(map(Shard, self.rank_of))
+
+    @cached_property
     def _parts(self) -> Mapping[str, tuple[Shard, ...]]:
         """Each table's parts, by rows, then columns; tables in canonical order."""
         parts: dict[str, list[Shard]] = {}
-        for name in self.rank_of:
-            shard = Shard.parse(name)
+        for shard in self.shards:
             parts.setdefault(shard.table, []).append(shard)
         return {
             table: tuple(sorted(of, key=lambda shard: (shard.rows or (0, 0), shard.columns or (0, 0))))
@@ -115,8 +116,6 @@ class ShardingPlan:
 
     @cached_property
     def split_tables(self) -> tuple[str, ...]:
-        if not any(name.endswith("]") for name in self.rank_of):
-            return ()
         return tuple(table for table, parts in self._parts.items() if parts != (Shard(table),))
 
     @cached_property
@@ -138,16 +137,13 @@ class ShardingPlan:
         return max(map(len, self._parts.values()), default=1)
 
     def shards_on(self, rank: int) -> tuple[Shard, ...]:
-        return tuple(Shard.parse(name) for name in self.tables_on(rank))
-
-    def tables_on(self, rank: int) -> tuple[str, ...]:
-        """Names of the shards that `rank` owns, in canonical order."""
-        return tuple(name for name, owner in self.rank_of.items() if owner == rank)
+        """Returns what `rank` owns, in canonical order."""
+        return tuple(shard for shard in self.shards if self.rank_of[shard] == rank)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Ranks that own something of this table, or of this part of one."""
-        wanted = Shard.parse(name)
-        return tuple(sorted({self.rank_of[str(s)] for s in self.parts_of(wanted.table) if s & wanted is not None}))
+        wanted = Shard(name)
+        return tuple(sorted({self.rank_of[s] for s in self.parts_of(wanted.table) if s & wanted is not None}))
 
     def moves_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
         """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank."""
@@ -159,16 +155,16 @@ class ShardingPlan:
         changes = []
         for table, parts in self._parts.items():
             for old, new in itertools.product(parts, new_plan.parts_of(table)):
-                source, destination, common = self.rank_of[str(old)], new_plan.rank_of[str(new)], old & new
+                source, destination, common = self.rank_of[old], new_plan.rank_of[new], old & new
                 if common is not None and (old != new or source != destination):
-                    leaves, arrives = (None if shard == common else str(shard) for shard in (old, new))
-                    changes.append(Move(str(common), source, destination, leaves, arrives))
+                    leaves, arrives = (None if shard == common else shard for shard in (old, new))
+                    changes.append(Move(common, source, destination, leaves, arrives))
         return tuple(changes)
 
     def check_tables(self, names: Iterable[str]) -> None:
         """PlanError unless this plan places exactly the tables (or shards) `names`, whole or in parts."""
         wanted = set(names)
-        placed = {name if name in wanted else Shard.parse(name).table for name in self.rank_of}
+        placed = {shard if shard in wanted else shard.table for shard in self.shards}
         if wanted != placed:
             parts = []
             if wanted - placed:
@@ -180,7 +176,7 @@ class ShardingPlan:
     def ordered(self, names: Sequence[str]) -> ShardingPlan:
         """The same placement with tables in the order of `names`."""
         self.check_tables(names)
-        shards = [str(shard) for name in names for shard in (self.parts_of(name) or (Shard.parse(name),))]
+        shards = [shard for name in names for shard in (self.parts_of(name) or (Shard(name),))]
         return ShardingPlan({shard: self.rank_of[shard] for shard in shards}, self.world_size)
 
     @cached_property
@@ -190,7 +186,8 @@ class ShardingPlan:
 
     def to_json(self) -> dict[str, Any]:
         schema = 3 if self.row_split_tables else 2 if self.split_tables else 1
-        return {"schema": schema, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
+        rank_of = {str(shard): self.rank_of[shard] for shard in self.shards}
+        return {"schema": schema, "world_size": self.world_size, "rank_of": rank_of}
 
     @staticmethod
     def from_json(record: Any) -> ShardingPlan:

@@ -1,6 +1,6 @@
 """A planner's result: the plan, its predicted cost, and the candidates it was chosen from.
 
-result.plan.tables_on(0)
+result.plan.shards_on(0)
 result.best("lookup_greedy").predicted_ms, result.chosen.predicted_ms
 """
 

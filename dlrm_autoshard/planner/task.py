@@ -70,8 +70,8 @@ class PlacementTask:
         return self.topology.world_size
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(table.name for table in self.tables)
+    def names(self) -> tuple[Shard, ...]:
+        return tuple(table.shard for table in self.tables)
 
     @cached_property
     def units(self) -> Units:
@@ -144,10 +144,10 @@ class PlacementTask:
         """The whole tables that these are, or are shards of."""
         return tuple(table for table, _ in self._whole_of.values())
 
-    def shard(self, name: str) -> tuple[TableConfig, TableStats]:
+    def shard(self, name: Shard) -> tuple[TableConfig, TableStats]:
         """Returns a table, or a shard of one, by name, with its statistics."""
-        table, stat = self._whole_of[Shard.parse(name).table]
-        part = table.holding(Shard.parse(name))
+        table, stat = self._whole_of[name.table]
+        part = table.holding(name)
         return part, stats_of_part(part, table, stat)
 
     def has(self, table: TableConfig) -> bool:
@@ -198,10 +198,10 @@ class PlacementTask:
         """The tables cut where constraints allow it, down to what must share a rank."""
         return pieces_of(self.tables, self._whole_of.values(), self.constraints)
 
-    def halves(self, name: str, *, rows: bool = False) -> tuple[TableConfig, TableConfig] | None:
-        """Halves the shard `name`; None if its table has enough shards, halves would be too narrow, or a constraint
+    def halves(self, shard: Shard, *, rows: bool = False) -> tuple[TableConfig, TableConfig] | None:
+        """Halves the shard; None if its table has enough shards, halves would be too narrow, or a constraint
         binds it. rows: halve by rows, without a limit on the number of shards."""
-        table, shard = self.shard(name)[0], Shard.parse(name)
+        table, _ = self.shard(shard)
         if self.constraints.bind(shard):
             return None
         if rows:
@@ -209,7 +209,7 @@ class PlacementTask:
         few = len(self.shards_of[shard.table]) < self.splits.max_parts
         return table.halves(self.splits.min_dim) if few and table.may_split(True) else None
 
-    def split(self, name: str, *, rows: bool = False) -> PlacementTask | None:
+    def split(self, name: Shard, *, rows: bool = False) -> PlacementTask | None:
         halves, at = self.halves(name, rows=rows), self.names.index(name)
         return None if halves is None else self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])
 

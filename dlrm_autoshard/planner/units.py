@@ -70,16 +70,15 @@ class Room:
         return rank
 
 
-def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, constraints: Constraints) -> Units:
+def units_of(shards: Sequence[Shard], bytes_T: np.ndarray, topology: Topology, constraints: Constraints) -> Units:
     """Groups tables or shards into units. PlanError names a constraint that nothing can meet."""
-    shards = [Shard.parse(name) for name in names]
     numbers = constraints.holders(shards)
     cut = constraints.have_cut(shards)  # else constraints may contradict on an uncut shard, which then fits no rank
 
-    first_T = np.arange(len(names))  # the first table that each must stay together with
+    first_T = np.arange(len(shards))  # the first table that each must stay together with
     for group in constraints.together:
         own_T = np.isin(first_T, first_T[[number for name in group for number in numbers[name]]])
-        first_T[own_T] = first_T.min(where=own_T, initial=len(names))
+        first_T[own_T] = first_T.min(where=own_T, initial=len(shards))
     firsts, unit_of_T = np.unique(first_T, return_inverse=True)
     members: list[list[int]] = [[] for _ in firsts]
     for table, unit in enumerate(unit_of_T):

@@ -28,7 +28,7 @@ from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_times
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.probe.worth_measuring import worth_measuring
-from dlrm_autoshard.tables import TableConfig, lookup_work
+from dlrm_autoshard.tables import Shard, TableConfig, lookup_work
 
 MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
 PASSES = 5  # measurements of each single table, at different times
@@ -50,7 +50,7 @@ STATS_DIFFER = 0.1  # tables are the same as the log's if pooling and reuse diff
 
 LOG = logging.getLogger("dlrm_autoshard")
 
-ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
+ShardTimer = Callable[[Sequence[Sequence[Shard]]], Sequence[ShardTime]]
 """Type of `RankProbe.measure_shards`: sets of tables or column shards, by name -> their times."""
 
 
@@ -166,7 +166,7 @@ def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float
     return steps * step_cost_ms(planner.predict(task, plan)) / 1000
 
 
-def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]], list[list[str]]]:
+def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[Shard]], list[list[Shard]]]:
     """Returns two lists of shards to measure: single ones, costliest first, and sets of as many tables as a rank will
     own.
 
@@ -177,7 +177,7 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
     share = max(1, round(len(task.tables) / task.world_size))
 
     def work(shard: TableConfig) -> float:
-        return lookup_work(shard.embedding_dim, task.shard(shard.name)[1].mean_pooling)
+        return lookup_work(shard.embedding_dim, task.shard(shard.shard)[1].mean_pooling)
 
     def costliest(shards: Iterable[TableConfig]) -> list[TableConfig]:
         return sorted(shards, key=work, reverse=True)
@@ -192,7 +192,7 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
         size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(task.tables)))
         sets.setdefault(tuple(sorted(generator.choice(len(task.tables), size, replace=False).tolist())))
     alone = costliest([*costliest(task.tables)[:MOST_ALONE], *parts])
-    return [[one.name] for one in alone], [[task.names[i] for i in one] for one in sets if len(one) > 1]
+    return [[one.shard] for one in alone], [[task.names[i] for i in one] for one in sets if len(one) > 1]
 
 
 def _useful_parts(
@@ -202,27 +202,27 @@ def _useful_parts(
     split: PlacementTask | None = task
     part = table
     while split is not None and (part is table or work(part) > even_share):
-        halves, split = split.halves(part.name), split.split(part.name)
+        halves, split = split.halves(part.shard), split.split(part.shard)
         if halves is not None:
             part = halves[0]
             yield part
 
 
 def _measured(
-    alone: Sequence[Sequence[str]],
-    sets: Sequence[Sequence[str]],
+    alone: Sequence[Sequence[Shard]],
+    sets: Sequence[Sequence[Shard]],
     measure_shards: ShardTimer,
     world_size: int,
     seconds: float,
-) -> dict[tuple[str, ...], list[ShardTime]]:
+) -> dict[tuple[Shard, ...], list[ShardTime]]:
     """Returns each shard's times, converted to the fastest rank, within `seconds`.
 
     Single tables are measured PASSES times on different ranks, sets once; both again in further rounds, whose number
     depends on the noise."""
     deadline = time.perf_counter() + seconds
-    found: dict[tuple[str, ...], list[tuple[int, ShardTime]]] = {}
+    found: dict[tuple[Shard, ...], list[tuple[int, ShardTime]]] = {}
 
-    def measure(passes: range) -> dict[tuple[str, ...], list[ShardTime]]:
+    def measure(passes: range) -> dict[tuple[Shard, ...], list[ShardTime]]:
         tables = [shard for number in passes for shard in _rotated(alone, number, world_size)]
         more = _rotated(sets, passes.start, world_size)
         _deal(found, tables, more, len(alone), measure_shards, world_size, deadline - time.perf_counter())
@@ -236,16 +236,16 @@ def _measured(
     return times
 
 
-def _rotated(shards: Sequence[Sequence[str]], number: int, world_size: int) -> list[Sequence[str]]:
+def _rotated(shards: Sequence[Sequence[Shard]], number: int, world_size: int) -> list[Sequence[Shard]]:
     """Returns the shards in the order of a pass: each pass gives every shard another rank."""
     begin = number * ((len(shards) - 1) % world_size) % max(1, len(shards))
     return [*shards[begin:], *shards[:begin]]
 
 
 def _deal(
-    found: dict[tuple[str, ...], list[tuple[int, ShardTime]]],
-    passes: Sequence[Sequence[str]],
-    sets: Sequence[Sequence[str]],
+    found: dict[tuple[Shard, ...], list[tuple[int, ShardTime]]],
+    passes: Sequence[Sequence[Shard]],
+    sets: Sequence[Sequence[Shard]],
     first: int,
     measure_shards: ShardTimer,
     world_size: int,
@@ -273,8 +273,8 @@ def _deal(
 
 
 def _on_fastest_rank(
-    passes: Mapping[tuple[str, ...], Sequence[tuple[int, ShardTime]]],
-) -> dict[tuple[str, ...], list[ShardTime]]:
+    passes: Mapping[tuple[Shard, ...], Sequence[tuple[int, ShardTime]]],
+) -> dict[tuple[Shard, ...], list[ShardTime]]:
     """Converts times to those of the fastest rank; shards measured on several ranks tell how much slower each rank is.
 
     Otherwise a slow rank's tables would look costly, and shards measured on several ranks noisy."""
@@ -309,7 +309,7 @@ def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
     return float(np.median(again)) if again else UNSEEN_MOMENTS
 
 
-def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> ShardSample:
+def sample_of(task: PlacementTask, shard: Sequence[Shard], time: ShardTime) -> ShardSample:
     """Makes the sample of a measured set of the task's tables or column shards."""
     tables, stats = zip(*(task.shard(name) for name in shard), strict=True)
     return ShardSample(tables, stats, task.batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)
@@ -322,7 +322,7 @@ def is_about(sample: ShardSample, task: PlacementTask) -> bool:
     for table, seen in zip(sample.tables, sample.stats, strict=True):
         if not task.has(table):
             return False
-        _, stat = task.shard(table.name)
+        _, stat = task.shard(table.shard)
         if not (
             np.isclose(stat.mean_pooling, seen.mean_pooling, rtol=STATS_DIFFER)
             and np.isclose(stat.mean_reuse, seen.mean_reuse, rtol=STATS_DIFFER)

@@ -37,20 +37,20 @@ class IsolatedProbe:
         self._probe, self._exchange, self._rounds = probe, exchange, rounds
         self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
         self._position = {table.name: position for position, table in enumerate(tables)}
-        self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
+        self.shard_times: dict[frozenset[Shard], list[ShardTime]] = {}
 
     def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-        wanted = {frozenset(plan.tables_on(rank)) for plan in plans for rank in range(plan.world_size)}
+        wanted = {frozenset(plan.shards_on(rank)) for plan in plans for rank in range(plan.world_size)}
         missing = sorted(map(sorted, wanted - set(self.shard_times)))
         for _ in range(self._rounds):
             self.measure_shards(missing)
         return [self.profile(plan) for plan in plans]
 
-    def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+    def measure_shards(self, shards: Sequence[Sequence[Shard]]) -> list[ShardTime]:
         """Measures each shard with `measure_shard`; usable as a start's `ShardTimer`."""
         return [self.measure_shard(shard) for shard in shards]
 
-    def measure_shard(self, names: Iterable[str]) -> ShardTime:
+    def measure_shard(self, names: Iterable[Shard]) -> ShardTime:
         """Measures a shard once more; all repetitions are kept, and their median counts."""
         wanted = frozenset(names)
         chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
@@ -61,23 +61,22 @@ class IsolatedProbe:
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
         """Returns the plan's profile from the measurements of its shards."""
-        pairs = [[self._pair(name) for name in plan.tables_on(rank)] for rank in range(plan.world_size)]
+        pairs = [[self._pair(name) for name in plan.shards_on(rank)] for rank in range(plan.world_size)]
         dims = np.array([sum(table.embedding_dim * stat.features for table, stat in own) for own in pairs])
         forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
         ranks, noise = [], 0.0
         for rank in range(plan.world_size):
-            times = self.shard_times[frozenset(plan.tables_on(rank))]
+            times = self.shard_times[frozenset(plan.shards_on(rank))]
             one = median_time(times)
             ranks.append(RankCost(one.fwd_compute_ms, float(forward_ms), float(backward_ms), one.bwd_compute_ms))
             noise = max(noise, spread_of_times(times), one.noise)
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
 
-    def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
+    def _pair(self, name: Shard) -> tuple[TableConfig, TableStats]:
         """Returns a table or column shard by name, with its statistics."""
-        table, stats = self._pairs[Shard.parse(name).table]
-        part = table.holding(Shard.parse(name))
+        table, stats = self._pairs[name.table]
+        part = table.holding(name)
         return part, stats_of_part(part, table, stats)
 
-    def _order(self, name: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
-        shard = Shard.parse(name)
+    def _order(self, shard: Shard) -> tuple[int, tuple[int, int], tuple[int, int]]:
         return self._position[shard.table], shard.rows or (0, 0), shard.columns or (0, 0)

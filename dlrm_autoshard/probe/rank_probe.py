@@ -141,10 +141,10 @@ class RankProbe:
             rounds.append([self._measure_plan(plan) for plan in plans])
         return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
-    def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+    def measure_shards(self, shards: Sequence[Sequence[Shard]]) -> list[ShardTime]:
         """Returns times of sets of tables or shards, distributed over ranks that measure at the same time. Call on rank
         0."""
-        pairs = [[self._pair(Shard.parse(name)) for name in shard] for shard in shards]
+        pairs = [[self._pair(one) for one in shard] for shard in shards]
         self._ask(_SHARDS, pairs)
         return self._measure_shards(pairs)
 

@@ -159,7 +159,7 @@ def alone_limits(tables: Sequence[tuple[str, float]]) -> str:
     tables: name and share of the stage, largest first."""
     if not tables or tables[0][1] <= NEARLY_ALL:
         return ""
-    if Shard.parse(tables[0][0]).columns is None:
+    if Shard(tables[0][0]).columns is None:
         return ". This table alone limits the plan unless it is split over ranks"
     return ". This shard alone limits the plan unless it is split further"
 
@@ -246,7 +246,7 @@ def drift(earlier: IntervalFacts, later: IntervalFacts) -> float:
     for profile in (earlier, later):
         work: dict[str, float] = {}
         for table in profile.tables:  # shards are summed by table: placement is not drift
-            name = Shard.parse(table.name).table
+            name = table.shard.table
             work[name] = work.get(name, 0.0) + table_work(table, "fwd_compute")
         total = sum(work.values()) or 1.0
         shares.append({name: part / total for name, part in work.items()})

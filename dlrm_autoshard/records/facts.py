@@ -147,13 +147,16 @@ class TableUse:
     mean_reuse: float
     features: float = 1
 
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.name)
+
 
 def pooling_of_tables(uses: Iterable[TableUse]) -> dict[str, float]:
     """Returns each table's ids per sample. A column shard sees all ids of its table, a row shard only its share."""
     pooling: dict[str, dict[tuple[int, int], float]] = {}
     for use in uses:
-        shard = Shard.parse(use.name)
-        pooling.setdefault(shard.table, {})[shard.rows or (0, 0)] = use.mean_pooling
+        pooling.setdefault(use.shard.table, {})[use.shard.rows or (0, 0)] = use.mean_pooling
     return {table: sum(of[rows] for rows in side_by_side(of)) for table, of in pooling.items()}
 
 

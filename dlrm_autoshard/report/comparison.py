@@ -13,7 +13,6 @@ from dlrm_autoshard.records.diagnosis import table_costs_ms
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, total_wait_ms
-from dlrm_autoshard.tables import Shard
 
 COUNTS = ("ranks", "epochs", "moves")
 """Figures that are not compared in percent."""
@@ -35,8 +34,8 @@ def different_models(one: RunRecord, other: RunRecord) -> str | None:
     for record in (one, other):
         rows: dict[str, tuple[int, int]] = {}
         for use in record.last.tables:
-            shard = Shard.parse(use.name)
-            rows[shard.table] = (use.num_embeddings, rows.get(shard.table, (0, 0))[1] + use.embedding_dim)
+            table = use.shard.table
+            rows[table] = (use.num_embeddings, rows.get(table, (0, 0))[1] + use.embedding_dim)
         shapes.append(rows)
     a, b = shapes
     if a == b:
@@ -61,7 +60,7 @@ def plans_side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, 
         of_run: dict[str, list[str]] = {}
         ms = table_costs_ms(record.last) if record.last.samples else {}
         for use in sorted(record.last.tables, key=lambda use: use.name):
-            shard = Shard.parse(use.name)
+            shard = use.shard
             part = use.name.removeprefix(shard.table)
             of_run.setdefault(shard.table, []).append(f"{part} rank {use.rank}".strip())
             costs[shard.table] = costs.get(shard.table, 0.0) + ms.get(use.name, 0.0)

@@ -53,7 +53,7 @@ def rank_table(
             if rank == _MOST_RANKS // 2:
                 grid.add_row(*["..."] * len(grid.columns))
             continue
-        owned = plan.tables_on(rank)
+        owned = plan.shards_on(rank)
         share = "" if budget_bytes is None else f" ({memory[rank] / max(budget_bytes[rank], 1):.0%})"
         row = [str(rank), str(len(owned)), gib(memory[rank]) + share, f"{sum(lookups[name] for name in owned):.1f}"]
         if predicted is not None:
@@ -71,7 +71,7 @@ def tables_by_rank(
     work = {t.name: lookup_work(t.embedding_dim, s.mean_pooling) for t, s in zip(tables, stats, strict=True)}
     said = []
     for rank in range(min(plan.world_size, _MOST_RANKS)):
-        names = sorted(plan.tables_on(rank), key=lambda name: -work[name])
+        names = sorted(plan.shards_on(rank), key=lambda name: -work[name])
         more = f" and {len(names) - most} more" if len(names) > most else ""
         said.append(f"rank {rank}: {', '.join(names[:most]) or 'no tables'}{more}")
     if plan.world_size > _MOST_RANKS:

@@ -82,7 +82,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     between = _Between(sharded, old, new, facts)
     carrier = runtime.group if by_nccl(runtime.group) and sharded.device.type == "cuda" else runtime.control
 
-    def travel() -> dict[tuple[str, str], int]:
+    def travel() -> dict[tuple[ShardName, str], int]:
         sums = checksums_of(between, changes, at="source")
         transfer(between, in_common_order(changes, row_sizes(between, changes), CHUNK_BYTES), carrier)
         for name in old.keys() & new.keys():
@@ -119,39 +119,42 @@ class _Between:
     """Where `transfer` reads and writes: leaving rows from the old modules, arriving rows into the new ones."""
 
     def __init__(
-        self, sharded: ShardedModel, old: Mapping[str, Shard], new: Mapping[str, Shard], facts: Mapping[str, _Facts]
+        self,
+        sharded: ShardedModel,
+        old: Mapping[ShardName, Shard],
+        new: Mapping[ShardName, Shard],
+        facts: Mapping[ShardName, _Facts],
     ) -> None:
         self.rank, self.device, self.storage = sharded.runtime.rank, sharded.device, self
         self._shards = {**new, **old}
         self._tables = {table.name: table for table in sharded.model_tables}
-        self._formats = {table: facts[str(sharded.plan.parts_of(table)[0])].formats for table in self._tables if
-                         str(sharded.plan.parts_of(table)[0]) in facts}  # fmt: skip
+        self._formats = {shard.table: facts[shard].formats for shard in sharded.plan.shards if shard in facts}
 
-    def table(self, name: str) -> TableConfig:
+    def table(self, name: ShardName) -> TableConfig:
         """Returns a shard as a table of its own."""
-        return self._tables[(shard := ShardName.parse(name)).table].holding(shard)
+        return self._tables[name.table].holding(name)
 
-    def shape(self, name: str, tensor: str) -> tuple[int, ...]:
+    def shape(self, name: ShardName, tensor: str) -> tuple[int, ...]:
         table = self.table(name)
-        _, dimensions = self._formats[ShardName.parse(name).table][tensor]
+        _, dimensions = self._formats[name.table][tensor]
         return (table.num_embeddings, table.embedding_dim)[:dimensions]
 
-    def row_bytes(self, name: str) -> dict[str, tuple[int, int]]:
+    def row_bytes(self, name: ShardName) -> dict[str, tuple[int, int]]:
         sizes = {}
-        for tensor, (item, _) in self._formats[ShardName.parse(name).table].items():
+        for tensor, (item, _) in self._formats[name.table].items():
             rows, *columns = self.shape(name, tensor)
             sizes[tensor] = rows, item * math.prod(columns)
         return sizes
 
-    def tensors(self, name: str) -> Mapping[str, Tensor]:
+    def tensors(self, name: ShardName) -> Mapping[str, Tensor]:
         return self._shards[name].tensors
 
-    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
+    def release_part(self, name: ShardName, tensor: str, start: int, stop: int) -> None:
         """Does nothing: old rows are kept until the move is verified."""
 
 
 def _modules_of(sharded: ShardedModel, changes: Sequence[Move]) -> dict[str, Any]:
-    moving = {ShardName.parse(change.table).table for change in changes}
+    moving = {change.shard.table for change in changes}
     return {
         path: module
         for path, module in sharded.collections.items()
@@ -159,17 +162,17 @@ def _modules_of(sharded: ShardedModel, changes: Sequence[Move]) -> dict[str, Any
     }
 
 
-def _shards(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, Shard]:
+def _shards(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[ShardName, Shard]:
     return {
-        table_key(path, name, sharded.collections): shard
+        ShardName(table_key(path, name, sharded.collections)): shard
         for path, module in modules.items()
         for name, shard in local_shards(module).items()
     }
 
 
 def _agree(
-    sharded: ShardedModel, changed: Mapping[str, Any], old: Mapping[str, Shard], plan: ShardingPlan
-) -> dict[str, _Facts]:
+    sharded: ShardedModel, changed: Mapping[str, Any], old: Mapping[ShardName, Shard], plan: ShardingPlan
+) -> dict[ShardName, _Facts]:
     """Shares facts about shards between all ranks; ReshardRefused on all if any rank cannot move."""
     runtime = sharded.runtime
     mine = {name: _Facts(shard.formats, shard.settings) for name, shard in old.items()}
@@ -179,7 +182,7 @@ def _agree(
     facts = {name: fact for own, _, _ in said for name, fact in own.items()}
     reasons = [reason for _, _, reason in said if reason]
     tables = {table.name: table for table in sharded.model_tables}
-    moving = {ShardName.parse(name).table for name in facts}
+    moving = {name.table for name in facts}
     needed: dict[str, int] = {}
     for rank, (_, (host, free), _) in enumerate(said):
         where = host if sharded.device.type == "cpu" else f"the GPU of rank {rank}"
@@ -209,13 +212,13 @@ def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict
     return found
 
 
-def _settings(sharded: ShardedModel, path: str, facts: Mapping[str, _Facts]) -> Callable[[str], Settings]:
+def _settings(sharded: ShardedModel, path: str, facts: Mapping[ShardName, _Facts]) -> Callable[[ShardName], Settings]:
     """Returns a function from the name of a module's shard, old or new, to its table's settings."""
-    of_table = {ShardName.parse(name).table: fact.settings for name, fact in facts.items()}
-    return lambda name: of_table[table_key(path, ShardName.parse(name).table, sharded.collections)]
+    of_table = {name.table: fact.settings for name, fact in facts.items()}
+    return lambda name: of_table[table_key(path, name.table, sharded.collections)]
 
 
-def _restore(sharded: ShardedModel, modules: Mapping[str, Any], facts: Mapping[str, _Facts]) -> None:
+def _restore(sharded: ShardedModel, modules: Mapping[str, Any], facts: Mapping[ShardName, _Facts]) -> None:
     for path, module in modules.items():
         restore_settings(module, _settings(sharded, path, facts))
 
@@ -223,7 +226,7 @@ def _restore(sharded: ShardedModel, modules: Mapping[str, Any], facts: Mapping[s
 def _what_differs(
     sharded: ShardedModel,
     changed: Mapping[str, Any],
-    old: Mapping[str, Shard],
+    old: Mapping[ShardName, Shard],
     pooled: Mapping[str, Mapping[str, str]],
 ) -> str | None:
     """Returns in words what has changed among rows that stayed and vectors looked up; None if nothing. Collective."""
@@ -238,7 +241,7 @@ def _what_differs(
     return None
 
 
-Sums = Mapping[tuple[str, str], int]
+Sums = Mapping[tuple[ShardName, str], int]
 
 
 def _wrong(said: Sequence[tuple[Sums, Sums, str | None]]) -> str | None:

@@ -76,7 +76,7 @@ def _sharding_type(plan: ShardingPlan, table: TableConfig, shards: Sequence[Tabl
     block = -(-table.num_embeddings // plan.world_size)
     for rank in range(plan.world_size):
         rows = (rank * block, min((rank + 1) * block, table.num_embeddings))
-        if rows[0] >= rows[1] or plan.rank_of.get(str(Shard(table.name, rows=rows))) != rank:
+        if rows[0] >= rows[1] or plan.rank_of.get(Shard.of(table.name, rows=rows)) != rank:
             raise PlanError(
                 f"the plan splits table '{table.name}' by rows, but TorchRec's row-wise sharding has {block:,} of its "
                 f"{table.num_embeddings:,} rows on each of {plan.world_size} ranks, in order. Plan without row shards: "

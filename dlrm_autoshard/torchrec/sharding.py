@@ -7,7 +7,6 @@ plan = plan_of(sharding_plan, collections, world_size)                   # refus
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dlrm_autoshard.plan import ShardingPlan
@@ -30,11 +29,11 @@ def plan_record(
     them."""
     record: dict[str, Any] = {}
     for path, tables in modules.items():
-        own = {}
+        own = dict[str, int]()
         copies = {table.name for table in tables if table_key(path, table.name, modules) in replicated}
         for table in tables:
             for shard in plan.parts_of(table_key(path, table.name, modules)):
-                own[str(replace(shard, table=table.name))] = plan.rank_of[str(shard)]
+                own[Shard.of(table.name, shard.columns, shard.rows)] = plan.rank_of[shard]
         record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, local_ranks, copies)
     return record
 
@@ -66,5 +65,5 @@ def plan_of(sharding_plan: Any, collections: Mapping[str, Any], world_size: int)
             for rank, part in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
                 start, width = part.shard_offsets[1], part.shard_sizes[1]
                 columns = None if width == config.embedding_dim else (start, start + width)
-                rank_of[str(Shard(table, columns))] = rank
+                rank_of[Shard.of(table, columns)] = rank
     return ShardingPlan(rank_of, world_size)

@@ -48,22 +48,22 @@ def owned_lookups(collection: Any) -> list[tuple[Any, Any]]:
     return [(lookup, exchange) for lookup, exchange in pairs if not is_data_parallel(lookup)]
 
 
-def kernels(collection: Any) -> Iterator[tuple[Any, list[str]]]:
+def kernels(collection: Any) -> Iterator[tuple[Any, list[ShardName]]]:
     """Yields (fused kernel, names of its tables' shards)."""
     for lookup, _ in owned_lookups(collection):
         for kernel, config in zip(lookup._emb_modules, lookup.grouped_configs, strict=True):
             yield kernel, [shard_name(table) for table in config.embedding_tables]
 
 
-def shard_name(table: Any) -> str:
+def shard_name(table: Any) -> ShardName:
     """Returns our plans' name for a ShardedEmbeddingTable of TorchRec on a rank."""
     if table.local_cols == table.embedding_dim:
-        return str(table.name)
+        return ShardName(table.name)
     start = table.local_metadata.shard_offsets[1]
-    return str(ShardName(table.name, (start, start + table.local_cols)))
+    return ShardName.of(table.name, (start, start + table.local_cols))
 
 
-def local_shards(collection: Any) -> dict[str, Shard]:
+def local_shards(collection: Any) -> dict[ShardName, Shard]:
     """Returns this rank's shards by name, with the table's name in its module."""
     shards = {}
     for kernel, tables in kernels(collection):
@@ -76,7 +76,7 @@ def local_shards(collection: Any) -> dict[str, Shard]:
     return shards
 
 
-def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) -> None:
+def restore_settings(collection: Any, settings_of: Callable[[ShardName], Settings]) -> None:
     """Sets a collection's learning rates and iteration counters to `settings_of` its tables."""
     for kernel, tables in kernels(collection):
         settings = settings_of(tables[0])
@@ -87,7 +87,7 @@ def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) ->
             getattr(kernel.emb_module, name).fill_(value)
 
 
-def why_not(live: Any, fresh: Any, settings_of: Callable[[str], Settings]) -> str | None:
+def why_not(live: Any, fresh: Any, settings_of: Callable[[ShardName], Settings]) -> str | None:
     """Returns in words why the lookups of `fresh` cannot take over the settings of `live`; None if they can."""
     for _, tables in kernels(fresh):
         for table in tables[1:]:

@@ -126,8 +126,8 @@ def replicated_of(config: Config, features: Features, ranks: int, before: Sequen
     asked, settings, names = config.tables.replicate, config.autoshard, {table.name for table in features.tables}
     if asked == "auto" and ranks > 1 and before and names.issuperset(before):
         return tuple(before)
-    placed = {Shard.parse(name).table for name in settings.pinned}
-    placed |= {Shard.parse(name).table for group in (*settings.together, *settings.apart) for name in group}
+    placed = {Shard(name).table for name in settings.pinned}
+    placed |= {Shard(name).table for group in (*settings.together, *settings.apart) for name in group}
     if settings.placement not in (None, "round_robin"):
         placed |= {*ShardingPlan.load(Path(settings.placement)).tables}
     return replicated_tables(

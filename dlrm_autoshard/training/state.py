@@ -173,7 +173,7 @@ class TrainingState:
         """Returns everything that this rank saves and loads; shards under their own names."""
         own = {
             f"tables.{name}.{key}": value
-            for name in self.embeddings.plan.tables_on(self.runtime.rank)
+            for name in self.embeddings.plan.shards_on(self.runtime.rank)
             for key, value in self.embeddings.storage.tensors(name).items()
         }
         return own | self._on_every_rank()

@@ -1,4 +1,4 @@
-"""A tower that attends to a user's last clicks: see `model.factory` in configs/CUSTOM.md"""
+"""A dense part that attends to a user's last clicks: see `model.factory` in configs/CUSTOM.md"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import dlrm_autoshard as das
 class Attention(das.DenseArch):
     """Weighs each click by how well it fits the candidate item, by a small MLP (DIN, Zhou et al. 2018).
 
-    candidate: the pooled feature to which each sequence's vectors are compared; of one dim with them.
+    candidate: the pooled feature to which each sequence's vectors are compared; of the same dim.
     """
 
     def __init__(

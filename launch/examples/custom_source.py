@@ -1,4 +1,4 @@
-"""Trains on a data source of your own, arrays in one file: `python launch/examples/custom_source.py`."""
+"""Trains on your own data source, arrays in one file: `python launch/examples/custom_source.py`."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class Clicks:
     parallel_reads = True  # several threads may read at once
 
     def __init__(self, tables, path):  # type: ignore[no-untyped-def]
-        """tables: the YAML's section; path, and whatever else there is, of data.options."""
+        """tables: the YAML's section; path and further arguments: from data.options."""
         arrays = np.load(path)
         self.dense, self.ids, self.label = (torch.from_numpy(arrays[name]) for name in ("dense", "ids", "label"))
         self.num_dense, self.first_test = self.dense.shape[1], len(self.label) * 9 // 10

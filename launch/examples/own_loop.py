@@ -1,4 +1,4 @@
-"""Tables that are sharded and move, in a custom loop: `torchrun --nproc_per_node=2 launch/examples/own_loop.py`."""
+"""Trains sharded tables in your own loop, and moves them: `torchrun --nproc_per_node=2 launch/examples/own_loop.py`."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ BATCH = 256
 
 
 def batches(rank: int, steps: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """Made-up ((lengths [T, B], values [N]), labels [B]): all of table 0's ids come first."""
+    """Yields synthetic ((lengths [T, B], values [N]), labels [B]); values hold all of table 0's ids first."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         lengths_TB = torch.randint(0, 4, (len(TABLES), BATCH), generator=generator)

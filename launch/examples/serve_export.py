@@ -28,7 +28,7 @@ def trained_and_exported() -> Path:
 
 
 def serve(file: Path) -> torch.Tensor:
-    """Needs torch alone: served.pt2 and served.pt2.json are all that goes to another machine."""
+    """Predicts with torch alone; a server needs only served.pt2 and served.pt2.json."""
     described = json.loads(file.with_name(f"{file.name}.json").read_text())
     print("what goes in:", ", ".join(described))
     program = torch.export.load(file).module()

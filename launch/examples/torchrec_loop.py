@@ -1,4 +1,4 @@
-"""A TorchRec model that is planned and moved: `torchrun --nproc_per_node=2 launch/examples/torchrec_loop.py`."""
+"""Plans a TorchRec model's tables and moves them: `torchrun --nproc_per_node=2 launch/examples/torchrec_loop.py`."""
 
 import torch
 import torch.distributed as dist

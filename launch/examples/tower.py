@@ -1,4 +1,4 @@
-"""Trains a dense part of your own between sharded tables: `python launch/examples/tower.py`."""
+"""Trains your own dense part with sharded tables: `python launch/examples/tower.py`."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from dlrm_autoshard import DenseArch, TableConfig, train
 
 
 class Tower(DenseArch):
-    """Two halves, the first of which runs while vectors travel."""
+    """Has two halves; the first runs while vectors travel."""
 
     def __init__(self, num_dense: int, tables: Sequence[TableConfig], width: int = 64) -> None:
-        """width, and whatever else there is: model.options."""
+        """width and further arguments: from model.options."""
         super().__init__()
         pooled = sum(table.embedding_dim for table in tables)
         self.first = torch.nn.Sequential(torch.nn.Linear(num_dense, width), torch.nn.ReLU())

@@ -39,7 +39,7 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class ShardedEmbeddings:
-    """All tables of the model; this rank owns the shards `plan.tables_on(rank)`.
+    """All tables of the model; this rank owns the shards `plan.shards_on(rank)`.
 
     Holds the live plan, equal on every rank, and the exchange under it. tables: those that the plan places. replicas:
     the others, if any, which are copied to every rank.
@@ -95,7 +95,7 @@ class ShardedEmbeddings:
         if initial_values:
             rows_of = {table.name: table.num_embeddings for table in self.tables}
             for shard in self.local_shards:
-                start(self.storage.tensors(shard.name)["weight"], shard, seed, rows_of[shard.shard.table])
+                start(self.storage.tensors(shard.shard)["weight"], shard, seed, rows_of[shard.shard.table])
 
     @property
     def replicated(self) -> tuple[TableConfig, ...]:
@@ -140,7 +140,7 @@ class ShardedEmbeddings:
             self.features, self.device, self._replicated, partial=bool(plan.row_split_tables)
         )
         """For the caller, to divide pooled vectors and their gradients."""
-        self.storage.hold([shard.name for shard in self.local_shards], sums=self.means is not None)
+        self.storage.hold([shard.shard for shard in self.local_shards], sums=self.means is not None)
         self.storage.set_updates(self.updates)
         self.set_learning_rate(self.learning_rate)
 

@@ -25,7 +25,6 @@ from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.model.jagged import Jagged
-from dlrm_autoshard.tables import Shard
 
 # Axes: B samples per rank, W ranks, N ids, D embedding dims, R bags of one table's lookup.
 
@@ -81,7 +80,7 @@ class SequencePlan:
         self.sent_by = [[(s, f) for s, f in own if f in self.numbers] for own in exchange.owned]
         """Each rank's sequences: (shard, feature)."""
         own = exchange.owned[exchange.rank]
-        self.num_fused = sum(Shard.parse(shard.name).table not in apart for shard, _ in own)
+        self.num_fused = sum(shard.shard.table not in apart for shard, _ in own)
         """Number of this rank's lookups of other tables, which come first."""
         self.fused_dim = sum(shard.embedding_dim for shard, _ in own[: self.num_fused])
         self.lookups = [(shard, feature not in self.numbers) for shard, feature in own[self.num_fused :]]
@@ -181,7 +180,7 @@ class SequenceLookup(NoSequences):
             ends = ids.offsets.new_full((1 if any(map(len, bags)) else 2,), stop - start)
             weights_N = None if ids.weights_N is None else ids.weights_N[start:stop]
             offsets = torch.cat([*bags, ends])
-            found.append(storage.look_up_apart(shard.name, ids.values_N[start:stop], offsets, weights_N))
+            found.append(storage.look_up_apart(shard.shard, ids.values_N[start:stop], offsets, weights_N))
         return found
 
     def with_pooled(self, together: Tensor, looked_up: Sequence[Tensor]) -> Tensor:

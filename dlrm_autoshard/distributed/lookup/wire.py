@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm_autoshard.config import ExchangeDtype, ExchangeDtypes
 from dlrm_autoshard.plan import PlanError, ShardingPlan
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import TableConfig
 
 DTYPES: dict[ExchangeDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -73,9 +73,8 @@ class Wire:
 
     def check(self, plan: ShardingPlan) -> None:
         """Raises PlanError if a column shard cuts a block."""
-        for name in plan.rank_of if self.block else ():
-            columns = Shard.parse(name).columns
-            if columns is not None and any(column % self.block for column in columns):
+        for name in plan.shards if self.block else ():
+            if any(column % self.block for column in name.columns or ()):
                 raise PlanError(
                     f"the plan has a shard '{name}', but int8 scales {self.block} columns together: shards must start "
                     f"and stop at multiples of {self.block}. Cut there, or set another exchange_dtype."

@@ -52,7 +52,7 @@ def agree(
 ) -> bool:
     """Raises the same error on every rank, or on none. Returns True if departing tables must leave the device before
     others arrive, because some device cannot hold both."""
-    held, wanted = (set(plan.tables_on(embeddings.rank)) for plan in (embeddings.plan, new_plan))
+    held, wanted = (set(plan.shards_on(embeddings.rank)) for plan in (embeddings.plan, new_plan))
     plans = (embeddings.plan.fingerprint, new_plan.fingerprint)
     try:
         direct = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=False))
@@ -116,7 +116,7 @@ def _demands(
 ) -> Iterable[Demand]:
     """Yields the most memory that this rank's part of the move takes at once, by place; nothing if it has no part."""
     rank, storage, on_cpu = embeddings.rank, embeddings.storage, embeddings.device.type == "cpu"
-    held, wanted = set(embeddings.plan.tables_on(rank)), set(new_plan.tables_on(rank))
+    held, wanted = set(embeddings.plan.shards_on(rank)), set(new_plan.shards_on(rank))
     if held == wanted:
         return
     come, go = storage.bytes_of(wanted - held), storage.bytes_of(held - wanted)

@@ -30,11 +30,12 @@ from dlrm_autoshard.distributed.ranks.runtime import on_all
 from dlrm_autoshard.distributed.tables.storage import Lost
 from dlrm_autoshard.errors import in_words
 from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
+from dlrm_autoshard.tables import Shard
 
 __all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard"]
 
 T = TypeVar("T")
-Sums = dict[tuple[str, str], int]
+Sums = dict[tuple[Shard, str], int]
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def reshard(
     def travel() -> tuple[Sums, Sums]:
         before = checksums_of(embeddings, moves, at="source") if checksums else {}
         if by_host:
-            storage.leave_device({*embeddings.plan.tables_on(rank)} - {*new_plan.tables_on(rank)})
+            storage.leave_device({*embeddings.plan.shards_on(rank)} - {*new_plan.shards_on(rank)})
         transfer(embeddings, in_common_order(changes, row_sizes(storage, changes), chunk_bytes), carrier)
         return before, checksums_of(embeddings, moves, at="destination") if checksums else {}
 

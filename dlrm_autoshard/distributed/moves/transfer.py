@@ -33,11 +33,11 @@ RowSizes = Mapping[str, Mapping[str, tuple[int, int]]]
 class Storage(Protocol):
     """Memory of departing and arriving shards, by name."""
 
-    def table(self, name: str) -> TableConfig: ...
-    def shape(self, name: str, tensor: str) -> tuple[int, ...]: ...
-    def row_bytes(self, name: str) -> Mapping[str, tuple[int, int]]: ...
-    def tensors(self, name: str) -> Mapping[str, Tensor]: ...
-    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None: ...
+    def table(self, name: Shard) -> TableConfig: ...
+    def shape(self, name: Shard, tensor: str) -> tuple[int, ...]: ...
+    def row_bytes(self, name: Shard) -> Mapping[str, tuple[int, int]]: ...
+    def tensors(self, name: Shard) -> Mapping[str, Tensor]: ...
+    def release_part(self, name: Shard, tensor: str, start: int, stop: int) -> None: ...
 
 
 class Embeddings(Protocol):
@@ -67,13 +67,13 @@ class Chunk:
 
 def row_sizes(storage: Storage, moves: Sequence[Move]) -> RowSizes:
     """Returns bytes per row of each moving shard's tensors."""
-    return {move.table: storage.row_bytes(move.table) for move in moves}
+    return {move.shard: storage.row_bytes(move.shard) for move in moves}
 
 
 def records_of(moves: Sequence[Move], storage: Storage) -> tuple[MoveRecord, ...]:
     """Returns the moves with the bytes that each carries."""
     sizes = row_sizes(storage, moves)
-    return tuple(move.record(sum(rows * row for rows, row in sizes[move.table].values())) for move in moves)
+    return tuple(move.record(sum(rows * row for rows, row in sizes[move.shard].values())) for move in moves)
 
 
 def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) -> list[Chunk]:
@@ -89,9 +89,9 @@ def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) ->
     chunks_of_route: dict[tuple[tuple[int, ...], ...], list[tuple[int, list[Chunk]]]] = defaultdict(list)
     for group, span in itertools.chain.from_iterable(map(_by_rows, together.values())):
         route = tuple(tuple(sorted({getattr(move, end) for move in group})) for end in ("source", "destination"))
-        for tensor in sizes[group[0].table]:
-            row = sum(sizes[move.table][tensor][1] for move in group)
-            first, last = span or (0, sizes[group[0].table][tensor][0])
+        for tensor in sizes[group[0].shard]:
+            row = sum(sizes[move.shard][tensor][1] for move in group)
+            first, last = span or (0, sizes[group[0].shard][tensor][0])
             for start in range(first, last, max(1, chunk_bytes // row)):
                 stop = min(last, start + max(1, chunk_bytes // row))
                 firsts = [0 if move.shard.rows is None else move.shard.rows[0] for move in group]
@@ -111,7 +111,7 @@ def _by_rows(moves: Sequence[Move]) -> list[tuple[list[Move], tuple[int, int] | 
     ends = sorted({end for move in moves for end in move.shard.rows or ()})
     found: list[tuple[list[Move], tuple[int, int] | None]] = []
     for start, stop in itertools.pairwise(ends):
-        within = Shard(moves[0].shard.table, rows=(start, stop))
+        within = Shard.of(moves[0].shard.table, rows=(start, stop))
         carried = [move for move in moves if move.shard & within is not None]
         found += [(carried, (start, stop))] if carried else []
     return found
@@ -186,7 +186,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
 
 def _size(storage: Storage, chunk: Chunk) -> int:
     """Returns the chunk's bytes."""
-    _, row = storage.row_bytes(chunk.move.table)[chunk.tensor]
+    _, row = storage.row_bytes(chunk.move.shard)[chunk.tensor]
     return (chunk.stop - chunk.start) * row
 
 
@@ -195,13 +195,13 @@ class _Views:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._of_shard: dict[str, dict[str, Tensor]] = {}
+        self._of_shard: dict[Shard, dict[str, Tensor]] = {}
 
     def leaving(self, chunk: Chunk) -> Tensor:
-        return self._part(chunk.move.leaves or chunk.move.table, chunk)
+        return self._part(chunk.move.leaves or chunk.move.shard, chunk)
 
     def arriving(self, chunk: Chunk) -> Tensor:
-        return self._part(chunk.move.arrives or chunk.move.table, chunk)
+        return self._part(chunk.move.arrives or chunk.move.shard, chunk)
 
     def place_for(self, chunk: Chunk, carrier: torch.device) -> Tensor:
         """Returns memory to receive the chunk: its own place if contiguous there, else a buffer."""
@@ -223,18 +223,18 @@ class _Views:
     def _share(self, chunk: Chunk) -> float:
         """Returns the weight of an arriving part in row-wise state, which is the mean of the merged shards' by columns,
         as one sum over the whole row would be; 1 for elementwise state."""
-        if len(self._storage.shape(chunk.move.table, chunk.tensor)) > 1:
+        if len(self._storage.shape(chunk.move.shard, chunk.tensor)) > 1:
             return 1.0
         moved, whole = (
-            self._storage.table(name) for name in (chunk.move.table, chunk.move.arrives or chunk.move.table)
+            self._storage.table(name) for name in (chunk.move.shard, chunk.move.arrives or chunk.move.shard)
         )
         return moved.embedding_dim / whole.embedding_dim
 
-    def _part(self, shard: str, chunk: Chunk) -> Tensor:
+    def _part(self, shard: Shard, chunk: Chunk) -> Tensor:
         if shard not in self._of_shard:
             self._of_shard[shard] = {n: value.detach() for n, value in self._storage.tensors(shard).items()}
         tensor = self._of_shard[shard][chunk.tensor]
-        rows, columns = chunk.move.shard.within(Shard.parse(shard))
+        rows, columns = chunk.move.shard.within(shard)
         part = tensor[rows] if tensor.dim() == 1 else tensor[rows, columns]
         return part[chunk.start : chunk.stop]
 
@@ -245,8 +245,8 @@ class Sent:
     def __init__(self, storage: Storage, chunks: Sequence[Chunk]) -> None:
         self._storage = storage
         self._open = Counter(map(self._rows, chunks))
-        self._gone: dict[tuple[str, str], int] = defaultdict(int)  # all rows before this one are sent
-        self._further: dict[tuple[str, str], dict[int, int]] = defaultdict(
+        self._gone: dict[tuple[Shard, str], int] = defaultdict(int)  # all rows before this one are sent
+        self._further: dict[tuple[Shard, str], dict[int, int]] = defaultdict(
             dict
         )  # later rows that are sent: start -> stop
 
@@ -265,10 +265,10 @@ class Sent:
             self._storage.release_part(shard, tensor, first, stop * row)
 
     @staticmethod
-    def _rows(chunk: Chunk) -> tuple[str, str, int, int]:
+    def _rows(chunk: Chunk) -> tuple[Shard, str, int, int]:
         """Returns the shard that the rows leave, the tensor, and its rows [start, stop)."""
-        leaves = chunk.move.leaves or chunk.move.table
-        first = chunk.move.shard.within(Shard.parse(leaves))[0].start or 0
+        leaves = chunk.move.leaves or chunk.move.shard
+        first = chunk.move.shard.within(leaves)[0].start or 0
         return leaves, chunk.tensor, first + chunk.start, first + chunk.stop
 
 
@@ -276,13 +276,13 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def checksums_of(embeddings: Embeddings, moves: Sequence[Move], at: str) -> dict[tuple[str, str], int]:
+def checksums_of(embeddings: Embeddings, moves: Sequence[Move], at: str) -> dict[tuple[Shard, str], int]:
     """Returns the CRC-32 of every moving tensor whose `at` (source or destination) is this rank."""
     views, sums = _Views(embeddings.storage), {}
     for move in moves:
-        for tensor, (rows, _) in embeddings.storage.row_bytes(move.table).items():
+        for tensor, (rows, _) in embeddings.storage.row_bytes(move.shard).items():
             chunk = Chunk(move, tensor, 0, rows)
             if getattr(move, at) == embeddings.rank and views.travels_unchanged(chunk):
                 part = views.leaving(chunk) if at == "source" else views.arriving(chunk)
-                sums[move.table, tensor] = zlib.crc32(_bytes_of(part.cpu().contiguous()).numpy().data)
+                sums[move.shard, tensor] = zlib.crc32(_bytes_of(part.cpu().contiguous()).numpy().data)
     return sums

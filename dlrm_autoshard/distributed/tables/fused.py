@@ -58,18 +58,18 @@ class FormatMemory:
         self.places = Places(tables)
         self.memory = {tensor: self._memory_for(tensor) for tensor in ("weight", *own.optimizer.record.states)}
 
-    def table(self, name: str) -> TableConfig:
+    def table(self, name: Shard) -> TableConfig:
         """A shard as a table of its own."""
         whole = self._tables.get(name)
-        return self._tables[(shard := Shard.parse(name)).table].holding(shard) if whole is None else whole
+        return self._tables[name.table].holding(name) if whole is None else whole
 
-    def shape(self, name: str, tensor: str) -> tuple[int, ...]:
+    def shape(self, name: Shard, tensor: str) -> tuple[int, ...]:
         table = self.table(name)
         if tensor == "weight":
             return table.num_embeddings, table.embedding_dim
         return table.state_shapes(self.format.optimizer.name)[tensor]
 
-    def row_bytes(self, name: str) -> dict[str, tuple[int, int]]:
+    def row_bytes(self, name: Shard) -> dict[str, tuple[int, int]]:
         """(rows, bytes a row) of a shard's tensors, wherever it lives."""
         sizes = {}
         for tensor in self.memory:
@@ -77,27 +77,27 @@ class FormatMemory:
             sizes[tensor] = rows, self._dtype(tensor).itemsize * torch.Size(columns).numel()
         return sizes
 
-    def views(self, name: str) -> dict[str, Tensor]:
+    def views(self, name: Shard) -> dict[str, Tensor]:
         return {tensor: memory.view(name) for tensor, memory in self.memory.items()}
 
-    def release(self, name: str) -> None:
+    def release(self, name: Shard) -> None:
         for memory in self.memory.values():
             memory.release(name)
         self.places.free(name)
 
-    def to_host(self, name: str) -> None:
+    def to_host(self, name: Shard) -> None:
         for memory in self.memory.values():
             if isinstance(memory, Allocated):
                 memory.to_host(name)
 
-    def bytes_of(self, name: str) -> dict[str, int]:
+    def bytes_of(self, name: Shard) -> dict[str, int]:
         """Bytes of a shard: {"device": bytes, "host": bytes}, without the cache."""
         sizes = {"device": 0, "host": 0}
         for tensor, (rows, row) in self.row_bytes(name).items():
             sizes["host" if self.on_host(tensor) else "device"] += rows * row
         return sizes
 
-    def cache_bytes(self, names: Sequence[str]) -> int:
+    def cache_bytes(self, names: Sequence[Shard]) -> int:
         """Bytes of the device's cache where all weights are in host memory beside a GPU."""
         if not names or not self.caches_rows:
             return 0
@@ -132,7 +132,7 @@ class FusedLookup:
     def __init__(
         self,
         memory: FormatMemory,
-        names: Sequence[str],
+        names: Sequence[Shard],
         pooling: Pooling,
         table_of: Sequence[int] | None,
         plain_loop: bool | None,

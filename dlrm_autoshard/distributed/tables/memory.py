@@ -57,13 +57,12 @@ class Places:
             first, self.end = self.end, self.end + _LAYERS * self._room(table)
             self._parts[table.name] = first, self.end
 
-    def of(self, name: str) -> int:
+    def of(self, name: Shard) -> int:
         if name in self._first:
             return self._first[name]
-        shard = Shard.parse(name)
-        taken, table = self._taken[shard.table], self._tables[shard.table]
+        taken, table = self._taken[name.table], self._tables[name.table]
         if name not in taken:
-            part = table.holding(shard)
+            part = table.holding(name)
             size = _aligned(part.num_embeddings * part.embedding_dim)
             place, end = self._parts[table.name]
             for start, stop in sorted(taken.values()):
@@ -75,8 +74,8 @@ class Places:
             taken[name] = (place, place + size)
         return taken[name][0]
 
-    def free(self, name: str) -> None:
-        self._taken[Shard.parse(name).table].pop(name, None)
+    def free(self, name: Shard) -> None:
+        self._taken[name.table].pop(name, None)
 
     @staticmethod
     def _room(table: TableConfig) -> int:
@@ -105,7 +104,7 @@ class Reserved:
         self.flat = torch.frombuffer(self._memory, dtype=dtype)
         self._huge: set[str] = set()
 
-    def view(self, name: str) -> Tensor:
+    def view(self, name: Shard) -> Tensor:
         shape, start = self._shape_of(name), self._places.of(name)
         if name not in self._huge:
             self._huge.add(name)
@@ -114,19 +113,19 @@ class Reserved:
             self._memory, dtype=self.flat.dtype, count=torch.Size(shape).numel(), offset=start * self._item
         ).view(shape)  # not of `flat`, whose storage is all tables: torch.save writes a tensor's whole storage
 
-    def release(self, name: str) -> None:
+    def release(self, name: Shard) -> None:
         """Pages that are given back read as zeros."""
         self._huge.discard(name)
         extent = _aligned(torch.Size(self._shape_of(name)).numel()) * self._item
         self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item, extent)
 
-    def release_part(self, name: str, start: int, stop: int) -> None:
+    def release_part(self, name: Shard, start: int, stop: int) -> None:
         """Bytes [start, stop), and those before, are wanted no more."""
         start, stop = start // _PAGE * _PAGE, stop // _PAGE * _PAGE
         if start < stop:
             self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item + start, stop - start)
 
-    def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]:
+    def addressed(self, names: Sequence[Shard]) -> tuple[Tensor, list[int]]:
         return self.flat, [self._places.of(name) for name in names]
 
     def _use_huge_pages(self, place: int, elements: int) -> None:
@@ -166,24 +165,24 @@ class Allocated:
         self._shape_of, self._dtype, self._allocate, self._zeros = shape_of, dtype, allocate, zeros
         self._flat: dict[str, Tensor] = {}
 
-    def view(self, name: str) -> Tensor:
+    def view(self, name: Shard) -> Tensor:
         shape = self._shape_of(name)
         if name not in self._flat:
             flat = self._allocate(torch.Size(shape).numel(), self._dtype)
             self._flat[name] = flat.zero_() if self._zeros else flat
         return self._flat[name].view(shape)
 
-    def release(self, name: str) -> None:
+    def release(self, name: Shard) -> None:
         self._flat.pop(name, None)
 
-    def release_part(self, name: str, start: int, stop: int) -> None:
+    def release_part(self, name: Shard, start: int, stop: int) -> None:
         """Nothing: an allocation goes as a whole."""
 
-    def to_host(self, name: str) -> None:
+    def to_host(self, name: Shard) -> None:
         """Moves a leaving table to the host: frees its place on the device before it is sent."""
         self._flat[name] = self._flat[name].to("cpu", copy=True)
 
-    def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]:
+    def addressed(self, names: Sequence[Shard]) -> tuple[Tensor, list[int]]:
         tensors = [self._flat[name] for name in names]
         first = min(tensors, key=Tensor.data_ptr)
         return first, [(t.data_ptr() - first.data_ptr()) // self._dtype.itemsize for t in tensors]

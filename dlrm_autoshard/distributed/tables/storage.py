@@ -65,10 +65,10 @@ class Storage:
         self._process = os.getpid()
         self.in_pieces = memories[0].in_pieces
         self.lookups: list[FusedLookup] = []  # of tables that are looked up together
-        self.lookups_apart: dict[str, FusedLookup] = {}
-        self._held: tuple[str, ...] = ()
+        self.lookups_apart: dict[Shard, FusedLookup] = {}
+        self._held: tuple[Shard, ...] = ()
         self._sums = False
-        self._claimed: set[str] = set()
+        self._claimed: set[Shard] = set()
         self._cache_is_newer = False
         self._updates = torch.zeros((), device=device, requires_grad=True)  # stands for tables where autograd asks
 
@@ -111,7 +111,7 @@ class Storage:
             parts.append((values_N[start:stop], offsets[first : last + 1] - start, weights))
         return parts
 
-    def look_up_apart(self, name: str, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> Tensor:
+    def look_up_apart(self, name: Shard, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> Tensor:
         """Pooled vectors [B, D] of a held shard of a table apart, of any number of bags."""
         self._check_process()
         training = torch.is_grad_enabled()
@@ -137,7 +137,7 @@ class Storage:
         for own in self._all_lookups:
             own.set_updates(updates)
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
+    def tensors(self, name: Shard) -> dict[str, Tensor]:
         """Returns live views {weight, momentum1, ...} of a shard that is held, or claimed and about to be. StorageError
         where it is neither: fresh memory would pass for its values."""
         if name not in self._held and name not in self._claimed:
@@ -149,11 +149,11 @@ class Storage:
         self._flush()
         return self._memory(name).views(name)
 
-    def table(self, name: str) -> TableConfig:
+    def table(self, name: Shard) -> TableConfig:
         """A shard as a table of its own."""
         return self._memory(name).table(name)
 
-    def claim(self, names: Iterable[str]) -> str | None:
+    def claim(self, names: Iterable[Shard]) -> str | None:
         """Takes places for shards that are to arrive, in reserved memory where that is used. Returns a sentence, and
         none is taken, where one has none."""
         names = list(names)
@@ -166,20 +166,20 @@ class Storage:
             return str(error)
         return None
 
-    def give_up(self, names: Iterable[str]) -> None:
+    def give_up(self, names: Iterable[Shard]) -> None:
         """Gives up what `claim` took: these shards do not arrive."""
         for name in names:
             self._claimed.discard(name)
             self._memory(name).places.free(name)
 
-    def shape(self, name: str, tensor: str) -> tuple[int, ...]:
+    def shape(self, name: Shard, tensor: str) -> tuple[int, ...]:
         return self._memory(name).shape(name, tensor)
 
-    def row_bytes(self, name: str) -> dict[str, tuple[int, int]]:
+    def row_bytes(self, name: Shard) -> dict[str, tuple[int, int]]:
         """(rows, bytes a row) of a shard's tensors, wherever it lives."""
         return self._memory(name).row_bytes(name)
 
-    def hold(self, names: Sequence[str], *, sums: bool = False) -> None:
+    def hold(self, names: Sequence[Shard], *, sums: bool = False) -> None:
         """Makes `names` what this rank holds. Values of those that arrived lie in their `tensors` already. sums: the
         lookup sums, whatever the tables ask: means are the caller's."""
         self._flush()
@@ -193,7 +193,7 @@ class Storage:
         self._held = tuple(names)
         for name in names:
             self.tensors(name)
-        together = [name for name in names if Shard.parse(name).table not in self._apart]
+        together = [name for name in names if name.table not in self._apart]
         self.lookups = [self._fused(list(own)) for _, own in itertools.groupby(together, self._memory)]
         self.lookups_apart = {name: self._fused([name]) for name in names if name not in together}
 
@@ -204,11 +204,11 @@ class Storage:
             if own.cache is not None:
                 own.cache.forget()
 
-    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
+    def release_part(self, name: Shard, tensor: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a departing shard have been sent, as have those before them."""
         self._memory(name).memory[tensor].release_part(name, start, stop)
 
-    def leave_device(self, names: Iterable[str]) -> None:
+    def leave_device(self, names: Iterable[Shard]) -> None:
         """Departing tables wait in host memory, so that what arrives can have their place. No lookup until `hold`."""
         self._flush()
         self.lookups, self.lookups_apart = [], {}
@@ -217,12 +217,12 @@ class Storage:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def bytes_of(self, names: Iterable[str]) -> dict[str, int]:
+    def bytes_of(self, names: Iterable[Shard]) -> dict[str, int]:
         """Bytes of these tables: {"device": bytes, "host": bytes}, without the cache."""
         sizes = [self._memory(name).bytes_of(name) for name in names]
         return {place: sum(size[place] for size in sizes) for place in ("device", "host")}
 
-    def cache_bytes(self, names: Iterable[str]) -> int:
+    def cache_bytes(self, names: Iterable[Shard]) -> int:
         """Bytes of the devices' caches where all weights are in host memory beside a GPU."""
         names = list(names)
         return sum(own.cache_bytes([name for name in names if self._memory(name) is own]) for own in self._memories)
@@ -231,13 +231,13 @@ class Storage:
     def _all_lookups(self) -> list[FusedLookup]:
         return [*self.lookups, *self.lookups_apart.values()]
 
-    def _fused(self, names: Sequence[str]) -> FusedLookup:
-        table_of = None if self._apart.issuperset(Shard.parse(name).table for name in names) else self._table_of(names)
+    def _fused(self, names: Sequence[Shard]) -> FusedLookup:
+        table_of = None if self._apart.issuperset(name.table for name in names) else self._table_of(names)
         pooling = "sum" if self._sums else self._pooling
         return FusedLookup(self._memory(names[0]), names, pooling, table_of, self._plain_loop)
 
-    def _memory(self, name: str) -> FormatMemory:
-        return self._memory_of[Shard.parse(name).table]
+    def _memory(self, name: Shard) -> FormatMemory:
+        return self._memory_of[name.table]
 
     def _check_process(self) -> None:
         """StorageError in a fork of the process that made this: it has none of the memory, and would be killed."""
@@ -254,11 +254,11 @@ class Storage:
                 own.tbe.flush()
         self._cache_is_newer = False
 
-    def _table_of(self, names: Sequence[str]) -> list[int] | None:
+    def _table_of(self, names: Sequence[Shard]) -> list[int] | None:
         """Number of the held shard of each lookup; None where each has one."""
         if self._features is None:
             return None
-        counts = [self._features[Shard.parse(name).table] for name in names]
+        counts = [self._features[name.table] for name in names]
         return [number for number, count in enumerate(counts) for _ in range(count)]
 
 

@@ -44,13 +44,13 @@ def movable(task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int]
     groups = _groups(list(plan.tables), task.constraints)
     size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
     least_of: dict[str, int] = {}
-    for name, rank in plan.rank_of.items():
-        whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
+    for name in plan.shards:
+        whole, shard = now.shard(Shard(name.table))[0], now.shard(name)[0]
         least, *_ = now.halves(name) or (shard,)
         of_part = round(bytes_of[whole.name] * least.weight_bytes / whole.weight_bytes)
         least_of[name] = size_of.get(whole.name, of_part)
         if least_of[name] > max_bytes:
-            stay[name] = rank
+            stay[name] = plan.rank_of[name]
     if len(stay) == len(plan.rank_of):
         smallest = min(least_of, key=least_of.__getitem__)
         raise PlanError(
@@ -123,7 +123,7 @@ def _groups(tables: Sequence[str], constraints: Constraints) -> list[Group]:
     """Groups tables that must stay together."""
     group_of: dict[str, set[str]] = {table: {table} for table in tables}
     for together in constraints.together:
-        names = [Shard.parse(name).table for name in together]  # of a table, all parts move at once
+        names = [constraints.named[name].table for name in together]  # all parts of a table move at once
         merged = set().union(*(group_of[table] for table in names if table in group_of))
         for table in merged:
             group_of[table] = merged
@@ -135,7 +135,7 @@ def _moved(plan: ShardingPlan, target: ShardingPlan, tables: Iterable[str]) -> S
     mixed: dict[str, int] = {}
     for table in plan.tables:
         of = target if table in chosen else plan
-        mixed |= {str(shard): of.rank_of[str(shard)] for shard in of.parts_of(table)}
+        mixed |= {shard: of.rank_of[shard] for shard in of.parts_of(table)}
     return ShardingPlan(mixed, plan.world_size)
 
 

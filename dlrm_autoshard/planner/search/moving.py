@@ -44,5 +44,5 @@ def held_bytes(task: PlacementTask, current: ShardingPlan) -> np.ndarray:
         for part in current.parts_of(shard.table):
             if (common := part & shard) is not None:
                 held = table.holding(common)
-                row[current.rank_of[str(part)]] += held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
+                row[current.rank_of[part]] += held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
     return bytes_TW

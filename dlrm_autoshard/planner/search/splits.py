@@ -21,7 +21,7 @@ from dlrm_autoshard.planner.search.local_search import improve, late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.planner.units import Room
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 
 BEAM, MOST_HALVINGS = 2, 10
 LEAST_GAIN = 0.003
@@ -171,7 +171,7 @@ def _other_cuts(node: Splitted) -> Iterator[PlacementTask]:
     """Yields the task with each piece that makes a rank slow cut in other ways."""
     task, piece_of = node.task, {part.name: piece for piece in node.task.pieces for part in piece.parts}
 
-    def others(task: PlacementTask, name: str) -> list[tuple[TableConfig, ...]]:
+    def others(task: PlacementTask, name: Shard) -> list[tuple[TableConfig, ...]]:
         return list(piece_of[name].other_ways(task.splits)) if name in piece_of else []
 
     for name in costly_shards(node, others):
@@ -180,14 +180,14 @@ def _other_cuts(node: Splitted) -> Iterator[PlacementTask]:
 
 
 def costly_shards(
-    node: Splitted, may_cut: Callable[[PlacementTask, str], object] = PlacementTask.halves
-) -> Iterator[str]:
-    """Returns for each stage the shard of the slowest rank that is costliest in this stage and may be cut: halved,
+    node: Splitted, may_cut: Callable[[PlacementTask, Shard], object] = PlacementTask.halves
+) -> Iterator[Shard]:
+    """Yields for each stage the shard of the slowest rank that is costliest in this stage and may be cut: halved,
     where nothing else is said."""
     task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
     rank_T = node.rank_U[task.units.unit_of_T]
-    named = set[str]()
+    named = set[Shard]()
     for stage, rank in enumerate(ms_W4.argmax(axis=0)):
         if stage == RECEIVING:  # the rank with fewest dims: more of them relieve it
             continue

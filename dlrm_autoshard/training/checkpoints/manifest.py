@@ -151,7 +151,7 @@ class Manifest(_Strict):
 def name_and_shard(key: str) -> tuple[str, Shard]:
     """Splits a rank's `tables.item[0:64].weight` into `tables.item.weight` and its shard."""
     owner, dot, tensor = key.rpartition(".")
-    shard = Shard.parse(owner)
+    shard = Shard(owner)
     return f"{shard.table}{dot}{tensor}", shard
 
 

@@ -96,7 +96,8 @@ def saved_model(
         )  # fmt: skip
         labels, outputs = len(loaded.label_names), embeddings.output_tables
         model = make_model(source.num_dense, outputs, config.model, 0, labels, features.by_sequence).to(runtime.device)
-        shards = {name: embeddings.storage.tensors(name)["weight"] for name in plan.tables_on(runtime.rank)}
+        own = plan.shards_on(runtime.rank)
+        shards = {str(shard): embeddings.storage.tensors(shard)["weight"] for shard in own}
         weights = runtime.on_all_ranks(lambda: SavedWeights.open(path, features.tables))
         runtime.on_all_ranks(lambda: weights.load(model, shards))
         embeddings.storage.overwritten()

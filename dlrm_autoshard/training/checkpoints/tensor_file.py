@@ -156,7 +156,7 @@ def _jobs(what: str, saved: SavedTensor, tensor: Tensor, part: Shard) -> list[tu
     rows = (0, saved.shape[0] if saved.shape else 1)
 
     def named(columns: tuple[int, int] | None, of_rows: tuple[int, int] | None, all_columns: tuple[int, int]) -> Shard:
-        return Shard(part.table, columns or all_columns, of_rows or rows)
+        return Shard.of(part.table, columns or all_columns, of_rows or rows)
 
     wanted = named(part.columns, part.rows, (0, width))
     jobs: list[tuple[Chunk, Tensor | _Cut]] = []
