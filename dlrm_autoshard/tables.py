@@ -1,4 +1,4 @@
-"""Embedding tables as plain data: their shape, and the statistics that decide their cost.
+"""Embedding tables as plain data: shapes, shards, and the statistics that decide their cost.
 
 user = TableConfig("user", num_embeddings=943, embedding_dim=32)
 user.part(16, 32)                                        # TableConfig("user[16:32]", 943, 16): a column-wise shard
@@ -71,11 +71,11 @@ Range = tuple[int, int]
 
 
 class Shard(str):
-    """Rows [start, stop) and columns [start, stop) of a table, or all of them (None): `item`, `item[0:64]`,
-    `item[rows 0:1000]` or `item[rows 0:1000, 0:64]`. A whole table goes by the table's name.
+    """The name of a table or of a part of it: `item`, `item[0:64]` (columns), `item[rows 0:1000]`, or
+    `item[rows 0:1000, 0:64]`. Ranges are [start, stop); None: all.
 
-    A shard is text wherever text is wanted: a plan's keys, JSON, a message. Names that files and people give become
-    shards where they enter; the rest of the package is given shards.
+    A shard is a string, for plan keys, JSON and messages. Names from files and users become shards on entry; the rest
+    of the package uses shards.
     """
 
     table: str
@@ -100,11 +100,11 @@ class Shard(str):
 
     @property
     def all_columns(self) -> Shard:
-        """The same rows of its table, in all of its columns."""
+        """The same rows, with all columns of the table."""
         return Shard.of(self.table, rows=self.rows)
 
     def __and__(self, other: Shard) -> Shard | None:
-        """Returns what both hold, if anything; `within` says where that lies in each."""
+        """Returns the overlap of both shards, if any; `within` gives its place in each."""
         if self.table != other.table:
             return None
         columns, rows = _common(self.columns, other.columns), _common(self.rows, other.rows)
@@ -113,7 +113,7 @@ class Shard(str):
         return Shard.of(self.table, columns, rows)
 
     def within(self, other: Shard) -> tuple[slice, slice]:
-        """Returns the rows and columns of this shard among those of `other`, which holds all of it."""
+        """Returns the slices of rows and columns of this shard inside `other`, which contains it."""
         return _among(self.rows, other.rows), _among(self.columns, other.columns)
 
 
@@ -147,7 +147,7 @@ def _among(inner: Range | None, outer: Range | None) -> slice:
 
 
 class TableInit(Section):
-    """Values that a table starts with, in the place of uniform ones in +-1/sqrt(rows): one of these."""
+    """Initial values of a table, instead of uniform in +-1/sqrt(rows). One key is given."""
 
     file: LocalPath | None = None  # .npy: [rows, dim]; .parquet: a column of lists, or `dim` columns of numbers
     uniform: PositiveFloat | None = None  # in +- this
@@ -164,8 +164,8 @@ class TableInit(Section):
 
 @dataclass(frozen=True)
 class TableConfig:
-    """One embedding table, or a part of one, which is named so. `embedding_dim` is a multiple of 4, as fbgemm's
-    kernels need. optimizer: its own, where it has another than the rest of the tables. init: of its first values."""
+    """An embedding table, or a part of one, named as `Shard` says. `embedding_dim` is a multiple of 4, which fbgemm's
+    kernels need. optimizer: None: that of the other tables. init: None: uniform initial values."""
 
     name: str
     num_embeddings: int
@@ -173,11 +173,11 @@ class TableConfig:
     pooling: Pooling = "sum"
     dtype: TableDtype = "fp32"
     optimizer: TableOptimizerConfig | None = None
-    init: TableInit | None = field(default=None, compare=False)  # no part of what is planned or recorded
+    init: TableInit | None = field(default=None, compare=False)  # not used in plans or records
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
-            raise UserError(f"a table is named {self.name!r}; a name needs characters, and such that can be printed")
+            raise UserError(f"a table is named {self.name!r}; a name needs printable characters")
         if not 1 <= self.num_embeddings <= 2**48:
             raise UserError(f"table '{self.name}' has {self.num_embeddings} rows; it needs 1 to 2^48")
         if self.embedding_dim < 4 or self.embedding_dim % 4:
@@ -192,13 +192,13 @@ class TableConfig:
             if stop - start != getattr(self, key):
                 name = f"[{'rows ' * (what == 'rows')}{start}:{stop}]"
                 raise UserError(
-                    f"table '{self.name}' is named as {what} {start} to {stop} of a table, and has {key} "
+                    f"table '{self.name}' is named as {what} {start} to {stop} of a table, but has {key} "
                     f"{getattr(self, key)}. Give it a name without {name}."
                 )
 
     @property
     def shard(self) -> Shard:
-        """The part of a table that this is."""
+        """The table's name as a shard."""
         return Shard(self.name)
 
     @property
@@ -212,12 +212,12 @@ class TableConfig:
         return self.shard.rows or (0, self.num_embeddings)
 
     def part(self, start: int, stop: int) -> TableConfig:
-        """Columns [start, stop) of the whole table, which are among this one's. Its statistics are the table's."""
+        """Returns columns [start, stop) of the whole table, which must be among this part's."""
         first, last = self.columns
         if not first <= start < stop <= last or start % 4 or stop % 4:
             raise UserError(
-                f"table '{self.name}' has columns {first} to {last}: [{start}:{stop}] is no part of it. "
-                "Parts start and stop at multiples of 4."
+                f"table '{self.name}' has columns {first} to {last}: [{start}:{stop}] is not a part of it. "
+                "Parts must start and stop at multiples of 4."
             )
         if (start, stop) == (first, last):
             return self
@@ -225,22 +225,24 @@ class TableConfig:
         return replace(self, name=name, embedding_dim=stop - start)
 
     def row_range(self, start: int, stop: int) -> TableConfig:
-        """Rows [start, stop) of the whole table, which are among this one's."""
+        """Returns rows [start, stop) of the whole table, which must be among this part's."""
         first, last = self.rows
         if not first <= start < stop <= last:
-            raise UserError(f"table '{self.name}' has rows {first} to {last}: [rows {start}:{stop}] is no part of it.")
+            raise UserError(
+                f"table '{self.name}' has rows {first} to {last}: [rows {start}:{stop}] is not a part of it."
+            )
         if (start, stop) == (first, last):
             return self
         name = Shard.of(self.shard.table, self.shard.columns, (start, stop))
         return replace(self, name=name, num_embeddings=stop - start)
 
     def holding(self, shard: Shard) -> TableConfig:
-        """Returns this table's part that `shard` says; the table itself where it is whole."""
+        """Returns the part of this table that `shard` names; the table itself for a whole one."""
         part = self if shard.columns is None else self.part(*shard.columns)
         return part if shard.rows is None else part.row_range(*shard.rows)
 
     def joined(self, one: TableConfig, other: TableConfig) -> TableConfig | None:
-        """Returns two parts as one, where both are this table's and the other follows the one."""
+        """Returns two parts of this table as one if `other` follows `one`; else None."""
         if one.shard.table == other.shard.table:
             if one.rows == other.rows and one.columns[1] == other.columns[0]:
                 return self.row_range(*one.rows).part(one.columns[0], other.columns[1])
@@ -249,8 +251,8 @@ class TableConfig:
         return None
 
     def even_columns(self, parts: int, min_dim: int) -> tuple[TableConfig, ...] | None:
-        """Returns parts of about as many columns each; None where one would have less than `min_dim`. They start at
-        multiples of 16 where they are as wide, of columns that an exchange in eight bits scales together."""
+        """Returns parts with about equally many columns; None if one would have fewer than `min_dim`. If wide enough,
+        they start at multiples of 16, because an exchange in eight bits scales 16 columns together."""
         start, block = self.columns[0], 16 if self.embedding_dim >= 16 * parts else 4
         edges = [start + block * (self.embedding_dim * number // (block * parts)) for number in range(parts)]
         widths = [stop - first for first, stop in itertools.pairwise([*edges, self.columns[1]])]
@@ -259,20 +261,20 @@ class TableConfig:
         return tuple(self.part(*columns) for columns in itertools.pairwise([*edges, self.columns[1]]))
 
     def even_rows(self, parts: int, stats: TableStats) -> tuple[TableConfig, ...] | None:
-        """Returns ranges of rows of a whole table with about as much work each; None where one row has too much."""
+        """Returns row ranges of a whole table with about equal work; None if a single row has too much."""
         edges = stats.rows_at([number / parts for number in range(parts + 1)], self.num_embeddings)
         if any(first >= last for first, last in itertools.pairwise(edges)):
             return None
         return tuple(self.row_range(*rows) for rows in itertools.pairwise(edges))
 
     def halves_by_rows(self) -> tuple[TableConfig, TableConfig] | None:
-        """None where there is one row."""
+        """Returns both halves by rows; None if there is a single row."""
         start, stop = self.rows
         middle = (start + stop + 1) // 2
         return (self.row_range(start, middle), self.row_range(middle, stop)) if middle < stop else None
 
     def halves(self, min_dim: int) -> tuple[TableConfig, TableConfig] | None:
-        """By columns, the first the wider one where they differ; None where one would have less than `min_dim`."""
+        """Returns both halves by columns, the wider first; None if one would have fewer than `min_dim`."""
         start, stop = self.columns
         middle = start + 4 * -(-self.embedding_dim // 8)
         if min(middle - start, stop - middle) < max(4, min_dim):
@@ -284,16 +286,16 @@ class TableConfig:
         return self.num_embeddings * self.embedding_dim * _DTYPE_BYTES[self.dtype]
 
     def state_shapes(self, optimizer: TableOptimizer) -> dict[str, tuple[int, ...]]:
-        """State by name that its optimizer keeps: its own one's, or that of `optimizer`, the other tables'."""
+        """Returns shapes of the optimizer's state by name. optimizer: of tables without their own."""
         name = optimizer if self.optimizer is None else self.optimizer.name
         return OPTIMIZERS[name].state_shapes(self.num_embeddings, self.embedding_dim)
 
     def may_split(self, others: bool) -> bool:
-        """Whether a split by columns trains the same model. others: whether those without an optimizer of their own."""
+        """Whether a split by columns trains the same model. others: answer for tables without their own optimizer."""
         return others if self.optimizer is None else self.optimizer.splits_tables
 
     def optimizer_bytes(self, optimizer: TableOptimizer) -> int:
-        """Bytes of that state, in floats of 4."""
+        """Returns bytes of that state, in fp32."""
         return 4 * sum(map(math.prod, self.state_shapes(optimizer).values()))
 
     def to_json(self) -> dict[str, Any]:
@@ -306,28 +308,28 @@ class TableConfig:
 
 
 def lookup_work(embedding_dim: int, mean_pooling: float) -> float:
-    """Floats read, and later updated, for one sample: what tables are weighed by where there is no cost model."""
+    """Returns the floats read, and later updated, per sample: a table's weight where there is no cost model."""
     return embedding_dim * mean_pooling
 
 
 def output_order(tables: Sequence[TableConfig]) -> list[int]:
-    """Numbers of the tables by dim (stable): tables of one dim lie side by side in lookups and in the pooled output,
-    whatever the plan."""
+    """Returns table indices sorted by dim (stable): the order in lookups and in the pooled output, whatever the
+    plan."""
     return sorted(range(len(tables)), key=lambda i: tables[i].embedding_dim)
 
 
 @dataclass(frozen=True)
 class TableStats:
-    """Statistics of how the data use one table.
+    """How the data use one table.
 
     mean_pooling: ids per sample, a real number (0.7 is not 0).
-    reuse_histogram: of the *unique* ids in a batch, the fraction whose number of uses falls in each of the
-        17 bins; sums to 1, or is all zero where no id was seen.
-    mean_reuse: ids / unique ids in that batch (1.0 where no id was seen).
-    batch_size: samples in the batch that was measured. Reuse grows with it, so it belongs to the figure.
-    features: that look up its rows: so many vectors travel for a sample, of a sequence one an id. Below 1 where each
-        different id's travels once. The other figures are of their ids together.
-    row_sixteenths: rows below which 1/16, 2/16, ... 15/16 of the table's work lie, half of it lookups, half different
+    reuse_histogram: of the *unique* ids in a batch, the fraction whose number of uses falls in each of the 17 bins;
+    sums to 1, or is all zero if no id was seen.
+    mean_reuse: ids / unique ids in that batch (1.0 if no id was seen).
+    batch_size: samples in the measured batch; reuse grows with it.
+    features: vectors sent per sample: one per feature that looks up the table, one per id of a sequence. Below 1 if
+        each distinct id's vector travels once. The other figures are over all these features' ids.
+    row_sixteenths: rows below which 1/16, 2/16, ... 15/16 of the table's work lie, half of it lookups, half distinct
         rows; empty: all rows are used alike.
     """
 
@@ -340,7 +342,7 @@ class TableStats:
 
     def __post_init__(self) -> None:
         if len(self.row_sixteenths) not in (0, 15):
-            raise UserError(f"row_sixteenths are {len(self.row_sixteenths)}; there are 15, or none")
+            raise UserError(f"row_sixteenths has {len(self.row_sixteenths)} entries; it needs 15, or none")
         if len(self.reuse_histogram) != NUM_REUSE_BINS:
             raise UserError(f"reuse_histogram has {len(self.reuse_histogram)} bins; it needs {NUM_REUSE_BINS}")
 
@@ -350,7 +352,7 @@ class TableStats:
         return record | ({"row_sixteenths": [*sixteenths]} if sixteenths else {})
 
     def work_below(self, row: int, num_rows: int) -> float:
-        """Returns the share of a table's work that its rows below this one have."""
+        """Returns the share of a table's work in the rows below `row`."""
         return float(np.interp(row, *self._rows_and_work(num_rows)))
 
     def rows_at(self, shares: Sequence[float], num_rows: int) -> list[int]:
@@ -372,13 +374,13 @@ class TableStats:
 
 
 def stats_of_part(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
-    """Returns what a part of a table looks up of the table's ids: all of them where it has all rows, else the share of
-    its rows. `row_sixteenths` stay the table's."""
+    """Returns the statistics of a table's part: the table's, with mean_pooling times the share of work in the part's
+    rows. `row_sixteenths` stay the table's."""
     return _scaled(stats, _share_of_work(part, whole, stats))
 
 
 def _scaled(stats: TableStats, share: float) -> TableStats:
-    """A range of rows has a vector for each sample, of zeros where it has none of its ids, unless ids travel once."""
+    """Scales the ids. A row range still sends a vector for each sample, zeros without ids, unless ids travel once."""
     features = stats.features * share if stats.features < 1 else stats.features
     return stats if share == 1 else replace(stats, mean_pooling=stats.mean_pooling * share, features=features)
 
@@ -391,8 +393,8 @@ def _share_of_work(part: TableConfig, whole: TableConfig, stats: TableStats) -> 
 
 
 def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns ranges of rows none of which has rows in common with another; from the first row on, as far as there are.
-    Parts of other columns may have been cut at other rows."""
+    """Returns those ranges, from the first row on, in which each starts where the one before ends. Others belong to
+    parts of other columns, which may be cut at other rows."""
     chosen: list[tuple[int, int]] = []
     for rows in sorted(ranges):
         if not chosen or rows[0] == chosen[-1][1]:
@@ -401,17 +403,17 @@ def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def stats_of_whole(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
-    """Returns the table's statistics from its part's, as `stats_of_part` has them."""
+    """Returns the table's statistics from a part's: the inverse of `stats_of_part`."""
     return _scaled(stats, 1 / _share_of_work(part, whole, stats))
 
 
 def reuse_bins(counts: np.ndarray) -> np.ndarray:
-    """Bin number of each use count (>= 1): 0 for (0,1], 1 for (1,2], 2 for (2,4], ... 16 for (32768,inf)."""
+    """Returns the bin of each use count (>= 1): 0 for (0,1], 1 for (1,2], 2 for (2,4], ... 16 for (32768,inf)."""
     return np.minimum(np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64), NUM_REUSE_BINS - 1)
 
 
 def measure_table_stats(lengths_TB: np.ndarray, values_N: np.ndarray) -> list[TableStats]:
-    """Statistics of each table from one batch in table-major layout (all of table 0's ids first).
+    """Returns statistics of each table from one batch in table-major layout (all of table 0's ids first).
 
     lengths_TB: [T, B] ids per table and sample; values_N: [N] ids, N = lengths_TB.sum().
     """
@@ -433,8 +435,8 @@ def measure_table_stats(lengths_TB: np.ndarray, values_N: np.ndarray) -> list[Ta
 
 
 def _uses(ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """[most + 1] how many different ids are used so often; and `TableStats.row_sixteenths`. Training waits for this, so
-    where there are few rows they are counted, and nothing is sorted."""
+    """Returns how many distinct ids occur n times, for n up to the most [most + 1], and `TableStats.row_sixteenths`.
+    Training waits for this, so few rows are counted instead of sorted."""
     top = int(ids.max())
     if top < 4 * len(ids):
         counts = np.bincount(ids)
@@ -444,7 +446,7 @@ def _uses(ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
         import torch  # the command line starts without it
 
         narrow = torch.from_numpy(ids.astype(np.int32) if top < 2**31 else ids)
-        ordered = torch.sort(narrow).values.numpy()  # many by their digits: two to four times as fast as numpy's
+        ordered = torch.sort(narrow).values.numpy()  # a radix sort, two to four times as fast as numpy's
         ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
         rows, counts = ordered[ends], np.diff(ends, prepend=-1)
     work = np.cumsum(counts) / len(ids) + np.arange(1, len(rows) + 1) / len(rows)
@@ -458,10 +460,10 @@ def memory_bytes(
     optimizer: TableOptimizer,
     global_batch_size: int,
 ) -> dict[str, int]:
-    """Bytes that each table takes on its owner: weights, optimizer state and its share of exchange buffers.
+    """Returns bytes of each table on its owner: weights, optimizer state and its share of exchange buffers.
 
-    Buffers hold the global batch: pooled vectors and their gradients (fp32; of empty bags too), ids and their sorted
-    copy (8 bytes).
+    Buffers hold the global batch: pooled vectors and their gradients (fp32, also for empty bags), ids and their sorted
+    copy (8 bytes each).
     """
     needed = {}
     for table, stat in zip(tables, stats, strict=True):

@@ -57,7 +57,7 @@ def test_parts_that_overlap_are_cut_at_all_their_bounds() -> None:
     [
         ({"pinned": {"item[500:600]": 0}}, Splits(4), r"^pinned names 'item\[500:600\]'.*has columns 0 to 128"),
         ({"apart": (("item[0:6]", "user"),)}, Splits(4), r"^apart names 'item\[0:6\]'.*multiples of 4"),
-        ({"together": (("user", "item[64:0]"),)}, Splits(4), r"^together names 'item\[64:0\]'.*no part of it"),
+        ({"together": (("user", "item[64:0]"),)}, Splits(4), r"^together names 'item\[64:0\]'.*not a part of it"),
         (
             {"pinned": {"item[0:64]": 0}},
             Splits(4, allowed=False),

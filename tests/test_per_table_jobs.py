@@ -105,5 +105,5 @@ def test_a_file_of_another_shape_ends_it_before_ranks_start(tmp_path: Path) -> N
     np.save(tmp_path / "city.npy", CITY[:80])
     done = train(tmp_path, "--ranks=2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "'city.npy' has 80 x 8 numbers, and table 'city', which starts from it, 90 rows of 8" in done.stderr
+    assert "'city.npy' has 80 x 8 numbers, but table 'city', which starts from it, has 90 rows of 8" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -311,8 +311,8 @@ def test_auto_takes_tables_whose_gradients_are_fewer_bytes_than_their_vectors() 
     [
         (["dya"], {}, "'dya', which the model does not have. Did you mean 'day'?"),
         ("some", {}, "replicate is 'some'; it must be 'auto', 'none' or a list of tables."),
-        (["day"], {"optimizer": "adam"}, "table 'day', and Adam updates only"),
-        (["day"], {"placed": {"day"}}, "says where that lies"),
+        (["day"], {"optimizer": "adam"}, "table 'day', but Adam updates only"),
+        (["day"], {"placed": {"day"}}, "a constraint places it too"),
         (["day"], {"tables": [replace(table, dtype="fp16") for table in TABLES]}, "which is fp16"),
         ([table.name for table in TABLES], {}, "names all tables"),
     ],

@@ -125,7 +125,7 @@ def test_copies_that_drift_end_the_job(tmp_path: Path) -> None:
         ({"tables": {"replicate": ["usr"]}}, "replicate names table 'usr', which the model does not have"),
         ({"tables": {"replicate": "all"}}, "'tables.replicate' is 'all'"),
         ({"tables": {"replicate": [table["name"] for table in TABLES]}}, "names all tables"),
-        ({"tables": {"replicate": ["tag"]}, "autoshard": {"pinned": {"tag": 1}}}, "says where that lies"),
+        ({"tables": {"replicate": ["tag"]}, "autoshard": {"pinned": {"tag": 1}}}, "a constraint places it too"),
     ],
 )
 def test_what_a_config_cannot_ask_is_said_before_ranks_start(sections: dict[str, Any], said: str) -> None:

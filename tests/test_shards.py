@@ -107,11 +107,11 @@ def test_parts_of_a_wider_or_narrower_table_are_refused_by_name() -> None:
         with pytest.raises(PlanError, match="item"):
             shard_tables(TABLES[1:2], ShardingPlan({"item[0:8]": 0, f"item[8:{end}]": 1}, 2))
     for parts, said in (
-        (("item[rows 0:8]", "item[rows 8:49]"), "has 50 rows, and its parts hold 49"),
+        (("item[rows 0:8]", "item[rows 8:49]"), "has 50 rows, but its parts hold 49"),
         (("item[rows 0:8]", "item[rows 9:50]"), "once each"),
-        (("item[rows 0:8, 0:8]", "item[rows 8:50]"), "has 32 columns, and its parts hold 8"),
-        (("item[rows 0:50, 0:8]", "item[8:32]"), "Leave these out"),
-        (("item[rows 0:8, 0:32]", "item[rows 8:50]"), "Leave these out"),
+        (("item[rows 0:8, 0:8]", "item[rows 8:50]"), "has 32 columns, but its parts hold 8"),
+        (("item[rows 0:50, 0:8]", "item[8:32]"), "Leave them out"),
+        (("item[rows 0:8, 0:32]", "item[rows 8:50]"), "Leave them out"),
     ):
         with pytest.raises(PlanError, match=said):
             shard_tables(TABLES[1:2], ShardingPlan(dict.fromkeys(parts, 0), 2))
@@ -119,7 +119,7 @@ def test_parts_of_a_wider_or_narrower_table_are_refused_by_name() -> None:
         TableConfig("item[rows 0:8]", 10, 16)
     with pytest.raises(UserError, match="named as columns 0 to 8"):
         TableConfig("item[0:8]", 10, 16)
-    with pytest.raises(UserError, match="no part of it"):
+    with pytest.raises(UserError, match="not a part of it"):
         TABLES[1].part(4, 36)
 
 

@@ -193,6 +193,6 @@ def test_parts_that_are_cut_anew_too_often_at_once_are_refused_before_anything_m
     for stop in (52, 56, 60):
         assert storage.claim([Shard(f"t[0:{stop}]")]) is None
     assert storage.claim([Shard("t[rows 0:1000000]")]) is None
-    assert "split anew too often" in (storage.claim([Shard("t[24:64]"), Shard("t[0:24]")]) or "")
+    assert "split again while too many" in (storage.claim([Shard("t[24:64]"), Shard("t[0:24]")]) or "")
     storage.give_up([Shard("t[0:60]")])
     assert storage.claim([Shard("t[0:24]")]) is None and storage.claim([Shard("t[24:48]"), Shard("t")]) is None

@@ -143,4 +143,4 @@ def replicated_and_decaying(rank: int, world_size: int) -> str:
 
 
 def test_copies_on_every_rank_have_no_weight_decay() -> None:
-    assert all("weight decay is of the rows" in said for said in run_ranks(replicated_and_decaying, 2))
+    assert all("weight decay needs the rows" in said for said in run_ranks(replicated_and_decaying, 2))

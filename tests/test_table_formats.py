@@ -218,9 +218,12 @@ def test_a_table_starts_from_a_file_under_every_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("wide.npy", "has 50 x 12 numbers, and table 'item', which starts from it, 50 rows of 8. Give a file of that"),
+        (
+            "wide.npy",
+            "has 50 x 12 numbers, but table 'item', which starts from it, has 50 rows of 8. Give a file of that",
+        ),
         ("long.npy", "has 60 x 8 numbers"),
-        ("whole.npy", "it holds int64; embeddings are float16"),
+        ("whole.npy", "it holds int64; it must hold float16"),
         ("lacking.npy", "No such file"),
         ("text.csv", "its name must end in .npy or .parquet"),
         ("torn.npy", "cannot be read from"),

@@ -243,8 +243,8 @@ def _columns_as_given(
 
 
 def assembled(saved: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | None:
-    """name: of the shard's tensor; like: the live one. None where not all of it was saved. What is kept a row is the
-    parts' mean, by columns."""
+    """Returns the values of a shard's tensor from saved shards, which may be cut elsewhere; None if some are missing.
+    name: the tensor's. like: the live tensor. State kept per row becomes the mean over column parts."""
     if name in saved:
         return saved[name]
     owner, _, tensor = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Plans as plain data: which rank owns what, and what is asked of that."""
+"""Plans as plain data: which rank owns which tables, and the constraints on that."""
 
 from dlrm_autoshard.plan.constraints import Constraints, Splits, Topology, check_plan, round_robin
 from dlrm_autoshard.plan.sharding_plan import (

@@ -1,6 +1,6 @@
-"""The ranks that a plan is for, and what is asked of it: memory, pins, tables kept together or apart, splits.
+"""The ranks of a plan and its constraints: memory, pins, tables kept together or apart, splits.
 
-check_plan(plan, table_bytes, topology, constraints)       # PlanError where a rank overflows, say
+check_plan(plan, table_bytes, topology, constraints)       # PlanError, such as for too little memory on a rank
 round_robin(names, topology)                               # the simplest plan
 """
 
@@ -19,12 +19,12 @@ from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks a plan is for.
+    """The ranks of a plan.
 
-    memory_bytes: bytes free for tables on each rank; None where it is not limited.
-    speed: relative speed of each rank at computation (1.0 is usual; 0.5 takes twice as long); None: all 1.0.
+    memory_bytes: bytes free for tables on each rank; None: unlimited.
+    speed: relative speed of each rank at computation (0.5 takes twice as long as 1.0); None: all 1.0.
     excluded: ranks that must stay empty.
-    hosts: number of each rank's host, from 0; None: all ranks are on one.
+    hosts: index of each rank's host; None: all ranks are on one host.
     """
 
     world_size: int
@@ -38,8 +38,8 @@ class Topology:
         for name, values in entries.items():
             if values is not None and len(values) != self.world_size:
                 raise PlanError(
-                    f"{name} has {len(values)} entries, and there are {self.world_size} ranks. "
-                    "Give one number for all ranks, or one for each."
+                    f"{name} has {len(values)} entries, but there are {self.world_size} ranks. "
+                    "Give one number for all ranks, or one per rank."
                 )
         if len(self.excluded) >= self.world_size:
             raise PlanError("every rank is excluded; at least one must be able to own tables")
@@ -56,10 +56,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class Constraints:
-    """A user's constraints on a plan beside memory, by names of tables (all of their parts) or of parts.
+    """A user's constraints on a plan besides memory. Names are of tables, with all of their parts, or of parts.
 
-    pinned: table -> the rank that must own it. together: groups that share a rank. apart: groups in which no
-    two tables share one. Tables are cut where the parts that are named begin and end.
+    pinned: name -> the rank that must own it. together: groups that must share a rank. apart: groups in which no two
+    may share a rank. Tables are cut at the borders of named parts.
     """
 
     pinned: Mapping[str, int] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Constraints:
 
     @cached_property
     def named(self) -> Mapping[str, Shard]:
-        """All that any of them names, by name."""
+        """Every table and part that a constraint names, by name."""
         names = itertools.chain(self.pinned, *self.together, *self.apart)
         return {name: Shard(name) for name in names}
 
     def holders(self, shards: Sequence[Shard]) -> dict[str, list[int]]:
-        """Returns for each name the numbers of the shards that hold some of it: a constraint on a table is one on its
-        parts, and the other way round. PlanError where there are none."""
+        """Returns, by constrained name, the indices of shards that overlap it, because a constraint on a table binds
+        its parts, and the reverse. PlanError if there are none."""
         numbers = {name: [i for i, s in enumerate(shards) if s & part] for name, part in self.named.items()}
         for name, own in numbers.items():
             if not own:
@@ -82,16 +82,16 @@ class Constraints:
         return numbers
 
     def have_cut(self, shards: Sequence[Shard]) -> bool:
-        """Whether none of the shards holds more than a part that is named, beside it."""
+        """Whether shards are cut at the borders of all named parts."""
         return all(s & part in (None, s) for part in self.named.values() if part.columns for s in shards)
 
     def bind(self, shard: Shard) -> bool:
-        """Whether something asks that the shard, or a part of it, be on one rank."""
+        """Whether a pin or a `together` group names the shard, or overlaps it."""
         return any(shard & self.named[name] for name in itertools.chain(self.pinned, *self.together))
 
     @cached_property
     def cuts(self) -> Mapping[str, frozenset[int]]:
-        """Returns for each table with named parts the columns at which these begin and end."""
+        """The columns at which named parts begin and end, by table."""
         cuts: dict[str, set[int]] = {}
         for shard in self.named.values():
             if shard.columns is not None:
@@ -99,20 +99,20 @@ class Constraints:
         return {table: frozenset(columns) for table, columns in cuts.items()}
 
     def pieces(self, table: TableConfig) -> tuple[TableConfig, ...]:
-        """Cuts the table, or part of one, into pieces; itself where no cut is within it."""
+        """Returns the table, or a part, cut into pieces at these columns; whole if none is inside."""
         start, stop = table.columns
         within = sorted(cut for cut in self.cuts.get(table.shard.table, ()) if start < cut < stop)
         return tuple(table.part(*columns) for columns in itertools.pairwise([start, *within, stop]))
 
     def check(self, tables: Sequence[TableConfig], max_parts: int, splits_allowed: bool) -> None:
-        """PlanError where they name parts that these tables don't have or may not be cut into, or contradict
-        themselves. splits_allowed: False under row-wise Adagrad with one sum a row."""
+        """Raises PlanError if constraints contradict each other, or name parts that these tables cannot be cut into.
+        splits_allowed: False under row-wise Adagrad with one sum per row."""
         of = {table.name: table for table in tables}
         groups = {"pinned": [tuple(self.pinned)], "together": self.together, "apart": self.apart}
         for key, names in groups.items():
             for name in itertools.chain(*names):
                 if self.named[name].rows is not None:
-                    raise PlanError(f"{key} names '{name}', a range of rows; name its table, or columns of it.")
+                    raise PlanError(f"{key} names '{name}', a range of rows; name its table or columns instead.")
                 try:
                     if (table := of.get(self.named[name].table)) is not None:
                         table.holding(self.named[name])
@@ -121,13 +121,13 @@ class Constraints:
         for one, other in itertools.combinations(self.pinned, 2):
             if self.pinned[one] != self.pinned[other] and self.named[one] & self.named[other]:
                 raise PlanError(
-                    f"pinned puts '{one}' on rank {self.pinned[one]} and '{other}' on rank {self.pinned[other]}, which "
-                    "have columns in common. Leave one of them out."
+                    f"pinned puts '{one}' on rank {self.pinned[one]}, but '{other}' on rank {self.pinned[other]}, and "
+                    "they have columns in common. Leave one of them out."
                 )
         for one, other in itertools.chain(*(itertools.combinations(group, 2) for group in self.apart)):
             if self.named[one] & self.named[other]:
                 raise PlanError(
-                    f"apart names '{one}' and '{other}' in one group, which have columns in common: they cannot be on "
+                    f"apart names '{one}' and '{other}' in one group, but they have columns in common and cannot be on "
                     "different ranks. Leave one of them out."
                 )
         for table in tables:
@@ -135,25 +135,25 @@ class Constraints:
             if len(parts) > 1 and not table.may_split(splits_allowed):
                 name = next(name for name, part in self.named.items() if part.table == table.name and part.columns)
                 raise PlanError(
-                    f"a constraint names '{name}', a part of a table, and no table is split here: row-wise Adagrad "
-                    "keeps one sum of squares a row over all columns. Set tables.optimizer.per_part: true for a sum a "
-                    f"row and part, which is another optimizer; or use adagrad, or name '{table.name}', all of it."
+                    f"a constraint names '{name}', a part of a table, but tables cannot be split: row-wise Adagrad "
+                    "keeps one sum of squares per row over all columns. Set tables.optimizer.per_part: true for a sum "
+                    f"per row and part, which is another optimizer; or use adagrad, or name the whole '{table.name}'."
                 )
             if len(parts) > max(1, max_parts):
                 raise PlanError(
-                    f"constraints cut table '{table.name}' into {len(parts)} parts ({', '.join(parts)}), and "
-                    f"autoshard.splits.max_parts is {max_parts}. Raise that, or name fewer of its parts."
+                    f"constraints cut table '{table.name}' into {len(parts)} parts ({', '.join(parts)}), but "
+                    f"autoshard.splits.max_parts is {max_parts}. Raise it, or name fewer parts."
                 )
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part. rows:
-    tables that fit no rank otherwise are split by rows, into as many parts as that takes. rows_to_balance: so are those
-    with which ranks would wait for one another, where that is surely faster than columns.
+    """Which tables may be split, and how.
 
-    allowed: False where parts would train another model (each with its own row-wise Adagrad): results say what splits
-    would bring then. optimizer: whose state parts carry.
+    max_parts: most parts of a table split by columns; 1: no splits. min_dim: fewest columns of a part. rows: split a
+    table by rows, into as many parts as needed, if it fits no rank otherwise. rows_to_balance: split by rows for
+    balance too, if that is surely faster than by columns. allowed: False if parts would train another model (each with
+    its own row-wise Adagrad); results then say what splits would gain. optimizer: the tables'; parts carry its state.
     """
 
     max_parts: int = 1
@@ -165,11 +165,11 @@ class Splits:
 
     @property
     def to_balance(self) -> bool:
-        """Whether tables may be split where ranks would wait for one another otherwise."""
+        """Whether tables may be split to balance ranks, not only to fit their memory."""
         return self.max_parts > 1 and (self.allowed or self.rows_to_balance)
 
     def settings_for(self, shards: Iterable[TableConfig]) -> str:
-        """Returns settings, other than these, under which tables may be split so."""
+        """Returns the settings to change, as text, for a plan with these shards to be allowed."""
         dims: dict[str, list[int]] = {}
         for shard in shards:
             dims.setdefault(shard.shard.table, []).append(shard.embedding_dim)
@@ -184,7 +184,7 @@ class Splits:
 
 
 def round_robin(names: Sequence[str], topology: Topology) -> ShardingPlan:
-    """Table i on the i-th usable rank, round and round; knows nothing of memory or cost."""
+    """Puts tables on the usable ranks in turn, without regard to memory or cost."""
     ranks = topology.usable_ranks
     return ShardingPlan({name: ranks[i % len(ranks)] for i, name in enumerate(names)}, topology.world_size)
 
@@ -195,12 +195,12 @@ def check_plan(
     topology: Topology,
     constraints: Constraints = Constraints(),
 ) -> None:
-    """PlanError where `plan` breaks memory, an exclusion or a constraint; nothing otherwise. table_bytes: of each
-    shard that the plan places."""
+    """Raises PlanError if `plan` exceeds a rank's memory, or breaks an exclusion or a constraint. table_bytes: by
+    shard."""
     plan.check_tables(table_bytes)
     if plan.world_size != topology.world_size:
         raise PlanError(
-            f"the plan is for {plan.world_size} ranks, this job has {topology.world_size}. "
+            f"the plan is for {plan.world_size} ranks, but this job has {topology.world_size}. "
             "Make a plan for this number of ranks, or launch as many as the plan has."
         )
     for table, rank in plan.rank_of.items():

@@ -1,4 +1,4 @@
-"""Ways to cut a table, or the part of one that constraints name, evenly: by columns or by rows.
+"""Cuts a table, or a part that constraints name, evenly by columns or by rows.
 
 for piece in pieces_of(shards, tables_and_stats, constraints):
     for parts in piece.ways(splits, rows=True): ...
@@ -15,7 +15,8 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 @dataclass(frozen=True)
 class Piece:
-    """parts: those that it is cut into now. stats: of its table. beside: parts of its table in other pieces."""
+    """A table, or a part that constraints cut out. parts: its current shards. stats: the table's. beside: number of the
+    table's parts in other pieces."""
 
     whole: TableConfig
     parts: tuple[TableConfig, ...]
@@ -23,7 +24,7 @@ class Piece:
     beside: int
 
     def ways(self, splits: Splits, *, rows: bool) -> Iterator[tuple[TableConfig, ...]]:
-        """Yields its parts in all ways that `splits` allows, with the fewest parts first. rows: by rows, too."""
+        """Yields the parts of each cut of the piece that `splits` allows, fewest parts first. rows: also by rows."""
         for count in range(2, splits.max_parts - self.beside + 1):
             by_columns = self.whole.even_columns(count, splits.min_dim)
             if by_columns is not None and self.whole.may_split(splits.allowed):
@@ -33,8 +34,8 @@ class Piece:
                 yield by_rows
 
     def other_ways(self, splits: Splits) -> Iterator[tuple[TableConfig, ...]]:
-        """Yields it in one part more, twice as many, or one fewer; and by rows instead of columns, or the other way
-        round."""
+        """Yields the piece in one part more, one fewer, or twice as many; and by rows instead of columns, or the
+        reverse."""
         count, now = len(self.parts), by_rows(self.parts)
         if count == 2:
             yield (self.whole,)
@@ -44,7 +45,7 @@ class Piece:
                 yield parts
 
     def replaced(self, shards: Sequence[TableConfig], parts: Sequence[TableConfig]) -> list[TableConfig]:
-        """Returns the shards with `parts` in the place of its own ones."""
+        """Returns the shards with `parts` in place of the piece's."""
         here = {shard.name for shard in shards if shard.shard & self.whole.shard is not None}
         first = next(number for number, shard in enumerate(shards) if shard.name in here)
         return [*shards[:first], *parts, *(shard for shard in shards[first:] if shard.name not in here)]
@@ -53,7 +54,7 @@ class Piece:
 def pieces_of(
     shards: Sequence[TableConfig], wholes: Iterable[tuple[TableConfig, TableStats]], constraints: Constraints
 ) -> tuple[Piece, ...]:
-    """Returns the tables, or the pieces that constraints cut them into, that need not be on one rank with something."""
+    """Returns the tables, or pieces that constraints cut them into, that are neither pinned nor kept together."""
     of: dict[str, list[TableConfig]] = {}
     for shard in shards:
         of.setdefault(shard.shard.table, []).append(shard)

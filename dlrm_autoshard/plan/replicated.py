@@ -1,4 +1,4 @@
-"""Which tables lie on every rank, and in no plan: chosen once, before the first step, for the whole job.
+"""Chooses tables to copy to every rank, outside the plan: once, before the first step, for the whole job.
 
 replicated_tables("auto", tables, features={"day": 1}, batch_size=2048, world_size=4, exchange_bytes=8, optimizer="sgd")
 """
@@ -14,7 +14,7 @@ from dlrm_autoshard.plan.sharding_plan import PlanError
 from dlrm_autoshard.tables import TableConfig, TableOptimizer
 
 _SUM_BYTES = 8
-"""Bytes of one number of a copy's gradient, in float32, on its way to be summed, and of the sum on its way back."""
+"""Bytes sent per element of a copy's float32 gradient: to be summed, and the sum back."""
 
 
 def replicated_tables(
@@ -30,15 +30,16 @@ def replicated_tables(
     placed: Collection[str] = (),
     sequences: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Returns their names, in the tables' order; none on one rank. asked: `auto`, `none` or names.
+    """Returns names of the tables to copy to every rank, in the tables' order; none on one rank.
 
-    `auto` takes a table where summing its whole gradient sends fewer bytes than its vectors and their gradients would:
-    with one feature and float32 vectors, where it has fewer rows than a rank's batch has samples. The largest stays
-    with an owner where all are so small.
+    asked: `auto`, `none` or names. `auto` takes a table if summing its whole gradient sends fewer bytes than its
+    vectors and their gradients would. With one feature and float32 vectors, that is a table with fewer rows than a
+    rank's batch has samples. If all tables are so small, the largest keeps an owner.
 
-    features: that look up each table. batch_size: of one rank. exchange_bytes: of one number of a vector that travels,
-    and of its gradient. decays: the optimizer has weight decay. placed: tables of which something else says where they
-    lie. sequences: tables that are looked up without pooling. PlanError names the table that cannot be replicated.
+    features: number of features that look up each table. batch_size: of one rank. exchange_bytes: per element of a
+    vector and of its gradient, together. decays: the optimizer has weight decay. placed: tables that a plan or a
+    constraint places. sequences: tables that are looked up without pooling. PlanError names a table that cannot be
+    copied.
     """
     if isinstance(asked, str):
         if asked not in ("auto", "none"):
@@ -70,7 +71,7 @@ def replicated_tables(
 
 
 def bytes_of_copies(tables: Iterable[TableConfig], optimizer: TableOptimizer) -> int:
-    """Returns what replicated tables take on each rank: weights, optimizer state and gradients."""
+    """Returns bytes of replicated tables on each rank: weights, optimizer state and gradients."""
     return sum(2 * table.weight_bytes + table.optimizer_bytes(optimizer) for table in tables)
 
 
@@ -84,15 +85,15 @@ def _why_not(
     table: TableConfig, optimizer: TableOptimizer, decays: bool, placed: Collection[str], sequences: Collection[str]
 ) -> str | None:
     if table.optimizer is not None:
-        return "which has an optimizer of its own: copies are updated by that of the other tables. Leave it out."
+        return "which has its own optimizer, but copies use that of the other tables. Leave it out."
     if decays:
-        return "and weight decay is of the rows that a batch looks up, which copies do not keep: leave one of them out."
+        return "but weight decay needs the rows that a batch looks up, which copies do not keep. Leave one of them out."
     if not OPTIMIZERS[optimizer].replicates:
-        return "and Adam updates only the rows that a batch looks up, which copies do not keep: use another optimizer."
+        return "but Adam updates only the rows that a batch looks up, which copies do not keep. Use another optimizer."
     if table.dtype != "fp32":
-        return f"which is {table.dtype}: copies are float32. Leave it out, or make the tables fp32."
+        return f"which is {table.dtype}, but copies are fp32. Leave it out, or make the tables fp32."
     if table.name in sequences:
-        return "which a sequence looks up: copies pool. Leave it out."
+        return "which a sequence looks up, but copies are pooled. Leave it out."
     if table.name in placed:
-        return "and the plan, or what is asked of it, says where that lies: leave it out of one of them."
+        return "but the plan or a constraint places it too. Leave it out of one of them."
     return None

@@ -26,15 +26,15 @@ from dlrm_autoshard.tables import Shard, TableConfig
 
 
 class PlanCosts(TypedDict):
-    """By which costs a plan was made: in words, and the directory of `fit` that they are of; null: the shipped ones."""
+    """The costs that a plan was made by: in words, and as the directory of `fit`; null: the shipped costs."""
 
     costs_from: str
     fitted: str | None
 
 
 class PlanRecord(TypedDict):
-    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split
-    by columns, 3 where one is split by rows. made_by: of a plan that `plan` made."""
+    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 if a table is split by
+    columns, 3 if one is split by rows. made_by: in plans by the command `plan`."""
 
     schema: Literal[1, 2, 3]
     world_size: Ranks
@@ -43,7 +43,7 @@ class PlanRecord(TypedDict):
 
 
 class MoveRecord(TypedDict):
-    """A `Move` that was made, as JSON. bytes: weights and optimizer state that travelled."""
+    """A completed `Move` as JSON. bytes: of weights and optimizer state sent."""
 
     shard: Name
     from_rank: Count
@@ -52,14 +52,14 @@ class MoveRecord(TypedDict):
 
 
 class PlanError(UserError):
-    """A plan that cannot be: its message says what, how much, and what to try."""
+    """An impossible plan; the message says what is wrong, by how much, and what to try."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A shard on the way from one rank to another; where a table is split anew, the part that one shard gives another.
+    """A shard that moves between ranks. If a table's split changes, the overlap of an old and a new shard.
 
-    leaves, arrives: the shards that it is of, before and after, if not one of its own.
+    leaves, arrives: the old and new shards that contain it, if different from it.
     """
 
     shard: Shard
@@ -74,10 +74,9 @@ class Move:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Owner rank of every shard. Immutable; the order of `rank_of` is the tables' canonical order, parts by rows and
-    columns.
+    """Owner rank of every shard; immutable.
 
-    rank_of: by the shards' names; a table that is not split goes by its own.
+    rank_of: by shard, in canonical order of tables; a whole table goes by its name.
     """
 
     rank_of: Mapping[str, int]
@@ -96,12 +95,12 @@ class ShardingPlan:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """All that ranks own, in canonical order."""
+        """All shards, in canonical order."""
         return tuple(map(Shard, self.rank_of))
 
     @cached_property
     def _parts(self) -> Mapping[str, tuple[Shard, ...]]:
-        """Each table's parts, by rows, then columns; tables in canonical order."""
+        """Each table's shards, sorted by rows, then columns; tables in canonical order."""
         parts: dict[str, list[Shard]] = {}
         for shard in self.shards:
             parts.setdefault(shard.table, []).append(shard)
@@ -111,7 +110,7 @@ class ShardingPlan:
         }
 
     def parts_of(self, table: str) -> tuple[Shard, ...]:
-        """The table's shards by rows, then columns: one where it is whole, none where the plan doesn't place it."""
+        """Returns the table's shards by rows, then columns: one if it is whole, none if the plan does not place it."""
         return self._parts.get(table, ())
 
     @cached_property
@@ -120,7 +119,7 @@ class ShardingPlan:
 
     @cached_property
     def tables(self) -> tuple[str, ...]:
-        """Names of the tables that it places, whole or in parts, in canonical order."""
+        """Names of the placed tables, whole or split, in canonical order."""
         return tuple(self._parts)
 
     @cached_property
@@ -137,20 +136,20 @@ class ShardingPlan:
         return max(map(len, self._parts.values()), default=1)
 
     def shards_on(self, rank: int) -> tuple[Shard, ...]:
-        """Returns what `rank` owns, in canonical order."""
+        """Returns the shards of `rank`, in canonical order."""
         return tuple(shard for shard in self.shards if self.rank_of[shard] == rank)
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """Ranks that own something of this table, or of this part of one."""
+        """Returns the ranks that own some of this table, or of this part."""
         wanted = Shard(name)
         return tuple(sorted({self.rank_of[s] for s in self.parts_of(wanted.table) if s & wanted is not None}))
 
     def moves_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
-        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank."""
+        """Returns the moves that turn this plan into `new_plan`, in canonical table order: equal on every rank."""
         return tuple(move for move in self.changes_to(new_plan) if move.source != move.destination)
 
     def changes_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
-        """`moves_to`, and what stays on its rank as another shard."""
+        """Returns `moves_to`, and the parts that stay on their rank but become part of another shard."""
         new_plan.check_tables(self._parts)
         changes = []
         for table, parts in self._parts.items():
@@ -162,7 +161,7 @@ class ShardingPlan:
         return tuple(changes)
 
     def check_tables(self, names: Iterable[str]) -> None:
-        """PlanError unless this plan places exactly the tables (or shards) `names`, whole or in parts."""
+        """Raises PlanError unless this plan places exactly the tables (or shards) `names`, whole or split."""
         wanted = set(names)
         placed = {shard if shard in wanted else shard.table for shard in self.shards}
         if wanted != placed:
@@ -174,14 +173,14 @@ class ShardingPlan:
             raise PlanError(f"the plan is for other tables: {'; '.join(parts)}. Make a new plan for this model.")
 
     def ordered(self, names: Sequence[str]) -> ShardingPlan:
-        """The same placement with tables in the order of `names`."""
+        """Returns the same placement with tables in the order of `names`."""
         self.check_tables(names)
         shards = [shard for name in names for shard in (self.parts_of(name) or (Shard(name),))]
         return ShardingPlan({shard: self.rank_of[shard] for shard in shards}, self.world_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short stable name of this placement."""
+        """A short hash of this placement."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +193,7 @@ class ShardingPlan:
         try:
             plan = checked(PlanRecord, record)
         except FormatError as error:
-            raise PlanError(f"this is no sharding plan: {error}") from error
+            raise PlanError(f"this is not a sharding plan: {error}") from error
         return ShardingPlan(plan["rank_of"], plan["world_size"])
 
     def save(self, path: Path, made_by: PlanCosts | None = None) -> None:
@@ -202,7 +201,7 @@ class ShardingPlan:
         path.write_text(self.as_text(made_by))
 
     def as_text(self, made_by: PlanCosts | None = None) -> str:
-        """A plan file's."""
+        """Returns the text of a plan file."""
         record = self.to_json() | ({} if made_by is None else {"made_by": made_by})
         return json.dumps(record, indent=1) + "\n"
 
@@ -218,45 +217,45 @@ class ShardingPlan:
 
 
 def costs_of_plan(path: Path) -> PlanCosts | None:
-    """By which costs the plan in a file was made, if it says so."""
+    """Returns the costs that the plan in a file was made by, if recorded."""
     return read_json(path, PlanRecord, "plan file").get("made_by")
 
 
 def _check_parts(table: str, parts: Sequence[Shard]) -> None:
-    """PlanError unless they are columns from 0 on, each exactly once, as fbgemm can hold them; or rows, or both, none
-    twice. Where they end, the plan doesn't know: see `shard_tables`."""
+    """Raises PlanError unless parts by columns cover columns from 0 on once each, in ranges that fbgemm can hold, and
+    parts by rows do not overlap. A plan does not know the tables' sizes: `shard_tables` checks those."""
     if len(parts) == 1:
-        raise PlanError(f"'{parts[0]}' is the only part of its table: one that is whole goes by its name, '{table}'.")
+        raise PlanError(f"'{parts[0]}' is the only part of its table: name a whole table '{table}'.")
     if any(shard.rows is not None for shard in parts):
         for shard in parts:
             (first, last), (start, stop) = shard.rows or (0, 1), shard.columns or (0, 4)
             if first >= last or start % 4 or stop % 4 or start >= stop:
-                raise PlanError(f"'{shard}' is no part that can be held: columns start and stop at multiples of 4.")
+                raise PlanError(f"'{shard}' cannot be a part: columns must start and stop at multiples of 4.")
         for one, other in itertools.combinations(parts, 2):
             if one & other is not None:
-                raise PlanError(f"'{one}' and '{other}' have rows and columns in common: each is held once.")
+                raise PlanError(f"'{one}' and '{other}' have rows and columns in common: each may be held only once.")
         return
     end = 0
     for shard in parts:
         start, stop = shard.columns or (-1, -1)
         if shard.columns is None or start != end:
             raise PlanError(
-                f"the parts of table '{table}' must hold its columns once each, from 0 on; "
+                f"the parts of table '{table}' must hold its columns once each, from 0 on, but "
                 f"they are {', '.join(str(part) for part in parts)}."
             )
         if start % 4 or stop % 4 or start >= stop:
-            raise PlanError(f"'{shard}' is no part that can be held: parts start and stop at multiples of 4.")
+            raise PlanError(f"'{shard}' cannot be a part: columns must start and stop at multiples of 4.")
         end = stop
 
 
 def shard_tables(tables: Sequence[TableConfig], plan: ShardingPlan) -> tuple[TableConfig, ...]:
-    """All shards of the plan, in canonical order, each as a table of its own. PlanError where the plan's parts are
-    not of these tables."""
+    """Returns all shards of the plan as tables, in canonical order. PlanError if the plan's parts do not fit these
+    tables."""
     return tuple(itertools.chain(*shards_by_table(tables, plan)))
 
 
 def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[tuple[TableConfig, ...]]:
-    """`shard_tables`, of each table by rows, then columns."""
+    """Returns `shard_tables` grouped by table, each by rows, then columns."""
     plan.check_tables(table.name for table in tables)
     shards: list[tuple[TableConfig, ...]] = []
     for table in tables:
@@ -269,18 +268,18 @@ def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[t
             held = max((held[1] for held in ranges if held is not None), default=wanted)
             if held != wanted:
                 raise PlanError(
-                    f"the plan is for other tables: table '{table.name}' has {wanted:,} {what}, and its parts hold "
+                    f"the plan is for other tables: table '{table.name}' has {wanted:,} {what}, but its parts hold "
                     f"{held:,}. Make a new plan for this model."
                 )
         own = tuple(table.holding(shard) for shard in parts)
         misnamed = [str(named) for named, shard in zip(parts, own, strict=True) if named != shard.shard]
         if misnamed:
             raise PlanError(
-                f"'{misnamed[0]}' names all rows or all columns of table '{table.name}'. Leave these out of its name."
+                f"'{misnamed[0]}' names all rows or all columns of table '{table.name}'. Leave them out of the name."
             )
         if sum(s.num_embeddings * s.embedding_dim for s in own) < table.num_embeddings * table.embedding_dim:
             raise PlanError(
-                f"the parts of table '{table.name}' must hold its rows and columns once each; "
+                f"the parts of table '{table.name}' must hold its rows and columns once each, but "
                 f"they are {', '.join(map(str, parts))}."
             )
         shards.append(own)
@@ -288,7 +287,7 @@ def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[t
 
 
 def bytes_per_rank(plan: ShardingPlan, table_bytes: Mapping[str, int]) -> list[int]:
-    """Bytes of tables on each rank."""
+    """Returns bytes of tables on each rank."""
     used = [0] * plan.world_size
     for table, rank in plan.rank_of.items():
         used[rank] += table_bytes[table]

@@ -1,1 +1,1 @@
-"""A rank's own tables: their memory, first values, optimizers, and fbgemm's kernels on them."""
+"""A rank's own tables: memory, initial rows, optimizers, and fbgemm's kernels."""

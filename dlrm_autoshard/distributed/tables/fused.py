@@ -1,5 +1,6 @@
-"""One format's tables: their memory, and the fused lookup of those that are held. fbgemm's lookup has one dtype, one
-optimizer and one learning rate, so tables that differ in them have a lookup each.
+"""Memory and fused lookups of the tables of one format.
+
+fbgemm's lookup has one dtype, one optimizer and one learning rate, so tables that differ in them need separate lookups.
 
 memory = FormatMemory(tables, Format("fp16", SGD()), ...)
 fused = FusedLookup(memory, ["user", "item[0:64]"], ...); fused.look_up(values_N, offsets)
@@ -23,24 +24,24 @@ from dlrm_autoshard.tables import Pooling, Shard, TableConfig, TableDtype
 
 _DTYPES: dict[TableDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
 _CACHE_SLOT, _CACHE_ROW = 16, 4
-"""Bytes on the device beside a cached row (tag and age), and for every row, cached or not (its table's number)."""
+"""Bytes on the device per cached row (tag and age), and per row, cached or not (its table's index)."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """Format that all tables of one fused lookup share."""
+    """Dtype and optimizer, which all tables of one fused lookup must share."""
 
     dtype: TableDtype
     optimizer: TableOptimizerConfig
 
     @staticmethod
     def of(table: TableConfig, default: TableOptimizerConfig) -> Format:
-        """default: the optimizer of tables without one of their own."""
+        """default: the optimizer of tables without their own."""
         return Format(table.dtype, table.optimizer or default)
 
 
 class FormatMemory:
-    """Weights and optimizer state of one format's shards, and where each lies."""
+    """Holds weights and optimizer state of one format's shards."""
 
     def __init__(
         self,
@@ -54,12 +55,12 @@ class FormatMemory:
         self._tables = {table.name: table for table in tables}
         self._allocate = allocate
         self.in_pieces = allocate is None and device.type == "cpu"
-        """Memory is taken and given back piece by piece, not table by table."""
+        """Whether memory is allocated and freed piece by piece, not table by table."""
         self.places = Places(tables)
         self.memory = {tensor: self._memory_for(tensor) for tensor in ("weight", *own.optimizer.record.states)}
 
     def table(self, name: Shard) -> TableConfig:
-        """A shard as a table of its own."""
+        """Returns the shard as a table."""
         whole = self._tables.get(name)
         return self._tables[name.table].holding(name) if whole is None else whole
 
@@ -70,7 +71,7 @@ class FormatMemory:
         return table.state_shapes(self.format.optimizer.name)[tensor]
 
     def row_bytes(self, name: Shard) -> dict[str, tuple[int, int]]:
-        """(rows, bytes a row) of a shard's tensors, wherever it lives."""
+        """Returns (rows, bytes per row) of each tensor of a shard, on this rank or not."""
         sizes = {}
         for tensor in self.memory:
             rows, *columns = self.shape(name, tensor)
@@ -91,14 +92,14 @@ class FormatMemory:
                 memory.to_host(name)
 
     def bytes_of(self, name: Shard) -> dict[str, int]:
-        """Bytes of a shard: {"device": bytes, "host": bytes}, without the cache."""
+        """Returns bytes of a shard, without the cache: {"device": bytes, "host": bytes}."""
         sizes = {"device": 0, "host": 0}
         for tensor, (rows, row) in self.row_bytes(name).items():
             sizes["host" if self.on_host(tensor) else "device"] += rows * row
         return sizes
 
     def cache_bytes(self, names: Sequence[Shard]) -> int:
-        """Bytes of the device's cache where all weights are in host memory beside a GPU."""
+        """Returns bytes of the GPU's cache of rows; 0 unless weights are in host memory."""
         if not names or not self.caches_rows:
             return 0
         rows = sum(self.table(name).num_embeddings for name in names)
@@ -107,13 +108,13 @@ class FormatMemory:
 
     @property
     def caches_rows(self) -> bool:
-        """Weights lie in host memory, and some of their rows on the GPU."""
+        """Whether weights are in host memory, with a cache of some rows on the GPU."""
         return self.config.location == "managed_caching" and self.device.type != "cpu"
 
     def on_host(self, tensor: str) -> bool:
         if self.device.type == "cpu" or self.config.location == "device":
-            return self.in_pieces  # not in pieces on CPU: memory that stands for a device's
-        return self.format.optimizer.record.states.get(tensor) != "row"  # as fbgemm has it
+            return self.in_pieces  # on CPU without pieces: stands for a device
+        return self.format.optimizer.record.states.get(tensor) != "row"  # as in fbgemm
 
     def _dtype(self, tensor: str) -> torch.dtype:
         return _DTYPES[self.format.dtype] if tensor == "weight" else torch.float32
@@ -127,7 +128,7 @@ class FormatMemory:
 
 
 class FusedLookup:
-    """Looks up and updates shards of one format, in their order."""
+    """Looks up and updates shards of one format, in the order of `names`."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class FusedLookup:
         device, optimizer = memory.device, memory.format.optimizer
         self.names, self.num_lookups = tuple(names), len(table_of or names)
         tables = [memory.table(name) for name in names]
-        called = {"weight": "weights"}  # by fbgemm
+        called = {"weight": "weights"}  # fbgemm's name
         self.tbe = make_tbe(
             [(table.num_embeddings, table.embedding_dim) for table in tables],
             {called.get(tensor, tensor): flat.addressed(names) for tensor, flat in memory.memory.items()},
@@ -155,8 +156,8 @@ class FusedLookup:
             plain_loop,
         )
         self.cache = RowCache(self.tbe, device) if memory.caches_rows else None
-        # The kernel that takes the weights' own gradients, on GPUs whether they are wanted or not, checks bounds of one
-        # table's allocation; asked of no table, it ends before.
+        # On GPUs fbgemm always computes gradients of id weights, with a bounds check against a single allocation, which
+        # our tables exceed. Asked for no table's gradients, it returns before.
         self.no_weight_gradients: Tensor | None = None
         if device.type != "cpu":
             self.no_weight_gradients = torch.zeros(self.num_lookups, dtype=torch.int32, device=device)
@@ -178,11 +179,11 @@ class FusedLookup:
         return pooled
 
     def set_learning_rate(self, lr: float) -> None:
-        """lr: of the tables without an optimizer of their own; others' rates change in proportion."""
+        """lr: of tables without their own optimizer; other rates change in proportion."""
         self.tbe.set_learning_rate(lr * self._lr_ratio)
 
     def set_updates(self, updates: int) -> None:
-        """fbgemm counts every lookup as an iteration, an evaluation's too."""
+        """Sets fbgemm's iteration count, which it raises at every lookup, evaluations included."""
         for counter in (getattr(self.tbe, "iter", None), getattr(self.tbe, "iter_cpu", None)):
             if counter is not None:
                 counter.fill_(updates)

@@ -1,9 +1,9 @@
-"""Initial rows of tables, from a file or uniform in +-1/sqrt(rows), each element a hash of table, row and column.
+"""Fills tables with initial rows: from a file, or random, where each element is a hash of table, row and column.
 
-    initialise(weight, "user", seed=0)            # the same bits on CPU and GPU, under any placement and sharding
-    start(weight, shard, seed=0)                  # the same, or as the table's `init` says: other values, or a file's
+    initialise(weight, "user", seed=0)            # uniform in +-1/sqrt(rows); same bits on any device, under any plan
+    start(weight, shard, seed=0)                  # the same, unless the table's `init` names a file or another range
 
-The hash is Wellons' `lowbias32` (nullprogram.com, 2018), in arithmetic on integers of 32 bits that wrap around.
+The hash is Wellons' `lowbias32` (nullprogram.com, 2018), in 32-bit integers that wrap around.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dlrm_autoshard.tables import TableConfig, TableInit
 
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 _COLUMN_STEP = 0x9E3779B9 - (1 << 32)  # 2^32 over the golden ratio: neighbours' inputs differ in many bits
-_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}  # hashed at a time: what fits a core's cache; what fills a GPU
+_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}  # per pass: fits a core's cache; fills a GPU
 
 
 def start(weight: Tensor, shard: TableConfig, seed: int, rows: int | None = None) -> None:
-    """Gives a shard its first values. rows: of the whole table; None: it has all."""
+    """Fills a shard with its initial rows. rows: of the whole table; None: the shard has all."""
     if shard.init is not None and shard.init.file is not None:
         read_into(weight, shard)
     else:
@@ -42,8 +42,8 @@ def initialise(
     rows: int | None = None,
     init: TableInit | None = None,
 ) -> None:
-    """weight: [rows, columns], the table's rows and columns from these on. rows: of the whole table; None: all are in
-    `weight`. init: of which values, if not uniform in +-1/sqrt(rows)."""
+    """Fills `weight` [rows, columns], which starts at `first_row` and `first_column` of the table, with random values.
+    rows: of the whole table; None: all are in `weight`. init: None: uniform in +-1/sqrt(rows)."""
     digest = hashlib.sha256(f"{seed}/{table}".encode()).digest()
     row_key, column_key = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
     own_rows, columns = weight.shape
@@ -55,10 +55,10 @@ def initialise(
         stop = min(own_rows, first + at_a_time)
         rows_R = torch.arange(first_row + first, first_row + stop, dtype=torch.int32, device=weight.device) ^ row_key
         hashed = _hash(_hash(rows_R)[:, None] ^ columns_D)
-        # 24 bits, as many as a float32 holds: exact until the one rounding of the last product.
+        # 24 bits are exact in float32; only the last product rounds.
         uniform = hashed.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32)
         centred = uniform.mul_(2.0**-24).sub_(0.5)
-        if init is not None and init.normal is not None:  # the quantile of each; -1's would be infinite
+        if init is not None and init.normal is not None:  # the normal quantile; at -1 it is infinite
             weight[first:stop].copy_(centred.mul_(2.0).clamp_(min=2.0**-23 - 1.0).erfinv_().mul_(2**0.5 * init.normal))
         else:
             bound = rows**-0.5 if init is None or init.uniform is None else init.uniform
@@ -66,7 +66,7 @@ def initialise(
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Hashes int32 taken as 32 bits; in place."""
+    """Hashes 32-bit integers in place."""
     for shift, factor in ((16, _FIRST), (15, _SECOND), (16, 1)):
         x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)  # >> would copy the sign down
         if factor != 1:
@@ -75,11 +75,11 @@ def _hash(x: Tensor) -> Tensor:
 
 
 _AT_A_TIME = 1 << 20
-"""Numbers that are read at once."""
+"""Elements to read at once."""
 
 
 def check_file(table: TableConfig) -> None:
-    """UserError where the file that a table starts from cannot be read, or is not of its shape."""
+    """Raises UserError if the file of a table's initial rows cannot be read, or has another shape."""
     if table.init is None or table.init.file is None:
         return
     path = Path(table.init.file)
@@ -90,13 +90,13 @@ def check_file(table: TableConfig) -> None:
     if shape != (table.num_embeddings, table.embedding_dim):
         said = " x ".join(f"{size:,}" for size in shape)
         raise UserError(
-            f"'{path}' has {said} numbers, and table '{table.name}', which starts from it, {table.num_embeddings:,} "
-            f"rows of {table.embedding_dim}. Give a file of that shape, or the table the file's."
+            f"'{path}' has {said} numbers, but table '{table.name}', which starts from it, has "
+            f"{table.num_embeddings:,} rows of {table.embedding_dim}. Give a file of that shape, or change the table's."
         )
 
 
 def read_into(weight: Tensor, shard: TableConfig) -> None:
-    """Fills a shard's weights, a few rows at a time."""
+    """Fills a shard's weights from its table's file, a few rows at a time."""
     assert shard.init is not None and shard.init.file is not None
     path, (first, last), (start, stop) = Path(shard.init.file), shard.rows, shard.columns
     blocks = _parquet(path, start, stop) if path.suffix == ".parquet" else _npy(path, first, last, start, stop)
@@ -111,14 +111,14 @@ def read_into(weight: Tensor, shard: TableConfig) -> None:
 
 def _unreadable(table: str, path: Path, error: Exception) -> UserError:
     said = in_a_sentence(error) or str(error)
-    return UserError(f"the first values of table '{table}' cannot be read from '{path}': {said}")
+    return UserError(f"the initial rows of table '{table}' cannot be read from '{path}': {said}")
 
 
 def _shape(path: Path) -> tuple[int, ...]:
     if path.suffix == ".npy":
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not np.issubdtype(array.dtype, np.floating):
-            raise ValueError(f"it holds {array.dtype}; embeddings are float16, float32 or float64.")
+            raise ValueError(f"it holds {array.dtype}; it must hold float16, float32 or float64.")
         return tuple(array.shape)
     if path.suffix != ".parquet":
         raise ValueError("its name must end in .npy or .parquet.")
@@ -131,7 +131,7 @@ def _shape(path: Path) -> tuple[int, ...]:
 
 
 def _npy(path: Path, first: int, last: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(row, values) of some rows at a time; mapped, so that no more of the file is read."""
+    """Yields (first row, values), some rows at a time. Maps the file, so that only these are read."""
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     step = max(1, _AT_A_TIME // array.shape[1])
     for row in range(first, last, step):

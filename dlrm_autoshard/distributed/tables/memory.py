@@ -1,9 +1,8 @@
-"""Memory behind the shards, each shard's its own, so that a new plan moves nothing that stays: `Reserved` on the host,
-`Allocated` on a device. Each is of one tensor of every table: its weights, or one state of the optimizer.
+"""Memory of each shard, for one tensor: `Reserved` on the host, `Allocated` on a device. A move copies nothing else.
 
-memory.view("user")                    # [rows, dim], live; memory is taken where there was none
+memory.view("user")                    # [rows, dim], live; allocates at the first call
 memory.release("user")
-memory.addressed(["user", "item"])     # a flat tensor and where each table starts, counted from its first element
+memory.addressed(["user", "item"])     # a flat tensor, and where each table starts in it, in elements
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from dlrm_autoshard.tables import Shard, TableConfig
 
 ShapeOf = Callable[[str], tuple[int, ...]]
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""A flat tensor of so many elements."""
+"""Returns a flat tensor of this many elements."""
 
 _ALIGN = 4096
-"""Elements to which a shard's place is aligned: whole pages for any dtype."""
+"""Alignment of a shard's place in elements: whole pages for any dtype."""
 _LAYERS = 4
 _CUTS = 64
-"""Ranges of rows in which there is room for a rank's parts."""
+"""Row ranges of a table for which there is room."""
 _PAGE = 4096
 _HUGE_PAGE = 1 << 21
 _MAP_NORESERVE = 0x4000  # not in Python 3.10's mmap; the same number on every Linux that fbgemm runs on
 
 
 class StorageError(UserError):
-    """Tables that cannot be held: the message says which and why."""
+    """Tables cannot be held, or read; the message says which and why."""
 
 
 class Places:
-    """Where each shard lies in reserved memory, counted in elements: alike for a weight and the states of its shape,
-    which fbgemm's fp16 Adagrad on CPU takes for granted (it crashes otherwise).
+    """Assigns each shard a place in reserved memory, in elements. Weights and states of the same shape share the place,
+    because fbgemm's fp16 Adagrad on CPU crashes otherwise.
 
-    Every table has a place for itself whole, and room for `_LAYERS` times its parts: a new part goes to the first gap
-    that it fits in, so that old and new parts exist at once while tables are resplit.
+    Every table has a place for itself whole, and room for `_LAYERS` times its parts. A new part goes to the first gap
+    that fits, so that old and new parts coexist while tables are split again.
     """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
@@ -70,7 +69,9 @@ class Places:
                     break
                 place = stop
             if place + size > end:
-                raise StorageError(f"table '{table.name}' is split anew too often at once: move it whole first.")
+                raise StorageError(
+                    f"table '{table.name}' is split again while too many of its old parts remain: move it whole first."
+                )
             taken[name] = (place, place + size)
         return taken[name][0]
 
@@ -79,7 +80,7 @@ class Places:
 
     @staticmethod
     def _room(table: TableConfig) -> int:
-        """For all of its parts, each in whole pages, however it is split."""
+        """Returns elements for all parts of a table under any split, each in whole pages."""
         return _aligned(table.num_embeddings * table.embedding_dim) + (table.embedding_dim // 4 + _CUTS) * _ALIGN
 
 
@@ -88,7 +89,7 @@ def _aligned(elements: int) -> int:
 
 
 class Reserved:
-    """Host memory: address space for all tables, page-aligned, with no memory behind it until it is written."""
+    """Host memory: page-aligned address space for all tables, which takes memory only once it is written."""
 
     def __init__(self, shape_of: ShapeOf, dtype: torch.dtype, places: Places) -> None:
         self._shape_of, self._item, self._places = shape_of, torch.empty((), dtype=dtype).element_size(), places
@@ -100,7 +101,9 @@ class Reserved:
                 f"the system refuses to reserve {size / 2**30:.1f} GiB of address space for the tables "
                 f"({error.strerror}). Lift `ulimit -v`, or set vm.overcommit_memory to 0 or 1."
             ) from error
-        self._memory.madvise(mmap.MADV_DONTFORK)  # a forked data loader would keep each page that training then writes
+        self._memory.madvise(
+            mmap.MADV_DONTFORK
+        )  # else a forked data loader keeps a copy of each page that training writes
         self.flat = torch.frombuffer(self._memory, dtype=dtype)
         self._huge: set[str] = set()
 
@@ -111,16 +114,16 @@ class Reserved:
             self._use_huge_pages(start, torch.Size(shape).numel())
         return torch.frombuffer(
             self._memory, dtype=self.flat.dtype, count=torch.Size(shape).numel(), offset=start * self._item
-        ).view(shape)  # not of `flat`, whose storage is all tables: torch.save writes a tensor's whole storage
+        ).view(shape)  # not a view of `flat`: torch.save would write its whole storage, all tables
 
     def release(self, name: Shard) -> None:
-        """Pages that are given back read as zeros."""
+        """Frees the shard's pages, which then read as zeros."""
         self._huge.discard(name)
         extent = _aligned(torch.Size(self._shape_of(name)).numel()) * self._item
         self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item, extent)
 
     def release_part(self, name: Shard, start: int, stop: int) -> None:
-        """Bytes [start, stop), and those before, are wanted no more."""
+        """Frees bytes [start, stop), once those before are freed."""
         start, stop = start // _PAGE * _PAGE, stop // _PAGE * _PAGE
         if start < stop:
             self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item + start, stop - start)
@@ -129,8 +132,8 @@ class Reserved:
         return self.flat, [self._places.of(name) for name in names]
 
     def _use_huge_pages(self, place: int, elements: int) -> None:
-        """Rows lie at random places: with 4 KiB pages each costs a walk through the page tables (5% of the lookup and
-        its backward). Only whole huge pages inside a table, so that a small table takes no more memory than it has."""
+        """Advises huge pages, because with 4 KiB pages each random row costs a walk through the page tables (5% of the
+        lookup and its backward). Only for whole huge pages inside a table, so that small tables take no more memory."""
         first = self.flat.data_ptr()
         start = first + place * self._item
         stop = start + elements * self._item
@@ -140,7 +143,7 @@ class Reserved:
 
 
 def in_huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor on the host, in pages as large tables are in."""
+    """Returns a flat tensor on the host in huge pages, like large tables."""
     memory = mmap.mmap(-1, elements * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise_huge_pages(memory, 0, len(memory))
     flat = torch.frombuffer(memory, dtype=dtype)
@@ -149,19 +152,19 @@ def in_huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def _advise_huge_pages(memory: mmap.mmap, start: int, length: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not every kernel or Python has them
+    with contextlib.suppress(OSError, AttributeError):  # missing in some kernels and Pythons
         memory.madvise(mmap.MADV_HUGEPAGE, start, length)
 
 
 class Allocated:
-    """Device memory, an allocation a shard.
+    """Device memory, one allocation per shard.
 
-    fbgemm's kernels add a table's offset to the address of one tensor and check no bounds, so the offset may lead from
-    one allocation to another.
+    fbgemm's kernels add a table's offset to one tensor's address without a bounds check, so the offset may lead to
+    another allocation.
     """
 
     def __init__(self, shape_of: ShapeOf, dtype: torch.dtype, allocate: Allocate, *, zeros: bool) -> None:
-        """zeros: what a shard starts with; else anything."""
+        """zeros: fill new shards with zeros; else uninitialized."""
         self._shape_of, self._dtype, self._allocate, self._zeros = shape_of, dtype, allocate, zeros
         self._flat: dict[str, Tensor] = {}
 
@@ -176,10 +179,10 @@ class Allocated:
         self._flat.pop(name, None)
 
     def release_part(self, name: Shard, start: int, stop: int) -> None:
-        """Nothing: an allocation goes as a whole."""
+        """Does nothing: an allocation is freed as a whole."""
 
     def to_host(self, name: Shard) -> None:
-        """Moves a leaving table to the host: frees its place on the device before it is sent."""
+        """Copies a departing shard to the host, which frees its device memory before it is sent."""
         self._flat[name] = self._flat[name].to("cpu", copy=True)
 
     def addressed(self, names: Sequence[Shard]) -> tuple[Tensor, list[int]]:
@@ -189,12 +192,12 @@ class Allocated:
 
 
 def on_device(device: torch.device) -> Allocate:
-    """Allocates on a device."""
+    """Returns an allocator of device memory."""
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
 
 
 def on_host_for(device: torch.device) -> Allocate:
-    """Host memory that the device reads and writes (CUDA's managed memory)."""
+    """Returns an allocator of host memory that the device reads and writes (CUDA's managed memory)."""
     return lambda numel, dtype: torch.ops.fbgemm.new_unified_tensor(
         torch.empty(1, dtype=dtype, device=device), [numel], False
     )

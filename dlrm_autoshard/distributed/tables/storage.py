@@ -1,7 +1,7 @@
-"""Where a rank's rows and optimizer state live, and the fused lookups that read and update them.
+"""Holds a rank's rows and optimizer state, and the fused lookups that read and update them.
 
 storage.tensors("user")                # {"weight": [rows, dim], "momentum1": [rows]}, live
-storage.hold(["user", "item[0:64]"])   # these shards can be looked up, in this order; the others' memory goes
+storage.hold(["user", "item[0:64]"])   # makes these shards the held ones, in this order, and frees the others
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ Ids = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Storage:
-    """Shards that lie side by side and have one format are one fused lookup, which sums where poolings differ. Names
-    are of shards.
+    """This rank's shards. Adjacent shards of one format are one fused lookup; if poolings differ, it sums.
 
-    On CPU memory is reserved (memory.py): arriving tables are received in place, departing ones give their pages
-    back while they are sent. On a GPU each table is an allocation. Either way what stays stays where it is.
+    On CPU memory is reserved (memory.py): arriving shards are received in place, and departing ones free their pages
+    while they are sent. On a GPU each shard is an allocation. Shards that stay are not copied.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class Storage:
         plain_loop: bool | None = None,
         apart: Collection[str] = (),
     ) -> None:
-        """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU.
-        features: how many look up rows of each table, where several share some. plain_loop: as `make_tbe` takes it.
-        apart: tables each of whose shards has a lookup of its own."""
+        """allocate: allocates each table's tensors. None: device memory on a GPU, reserved memory on CPU. features:
+        number of features of each table, if some share one. plain_loop: as in `make_tbe`. apart: tables whose shards
+        each have a lookup of their own, such as those with sequences."""
         if apart and device.type != "cpu":
             raise StorageError(
                 f"table '{sorted(apart)[0]}' is looked up by a sequence, which needs CPU ranks (run.device: cpu). "
@@ -70,7 +69,7 @@ class Storage:
         self._sums = False
         self._claimed: set[Shard] = set()
         self._cache_is_newer = False
-        self._updates = torch.zeros((), device=device, requires_grad=True)  # stands for tables where autograd asks
+        self._updates = torch.zeros((), device=device, requires_grad=True)  # an input that makes autograd call backward
 
     @property
     def can_leave_device(self) -> bool:
@@ -79,8 +78,8 @@ class Storage:
     def look_up(
         self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Pooled vectors [B, D] of the held tables that are looked up together, of which there is at least one.
-        weights_N: of the ids, if any. training: a backward pass follows."""
+        """Returns pooled vectors [B, D] of the held tables, without those apart; there must be some. weights_N: of the
+        ids, if any. training: a backward pass follows."""
         assert self.lookups
         self._check_process()
         self._cache_is_newer = True
@@ -97,7 +96,7 @@ class Storage:
     def _look_up_each(
         self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None, *, training: bool
     ) -> list[Tensor]:
-        """On a GPU the host waits for the places where formats' ids begin."""
+        """Looks up each format. On a GPU the host waits to learn where each format's ids begin."""
         parts = self._ids_of_each(values_N, offsets, weights_N)
         return [own.look_up(*ids, training=training) for own, ids in zip(self.lookups, parts, strict=True)]
 
@@ -112,19 +111,19 @@ class Storage:
         return parts
 
     def look_up_apart(self, name: Shard, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> Tensor:
-        """Pooled vectors [B, D] of a held shard of a table apart, of any number of bags."""
+        """Returns pooled vectors [bags, D] of a held shard of a table apart."""
         self._check_process()
         training = torch.is_grad_enabled()
         pooled = self.lookups_apart[name].look_up(values_N, offsets, weights_N, training=training)
         return pooled.requires_grad_() if training else pooled
 
     def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
-        """Where rows lie in host memory beside a GPU: to its cache, for the next training lookup."""
+        """Fetches rows from host memory into the GPU's cache for the next training lookup, if there is a cache."""
         if self.lookups and self.lookups[0].cache is not None and len(self.lookups) == 1:
             self.lookups[0].cache.prefetch(values_N, offsets)
 
     def take_back_lookup(self) -> None:
-        """No backward pass will follow the last training lookup."""
+        """Undoes the last training lookup, which no backward pass will follow."""
         for own in self.lookups:
             if own.cache is not None:
                 own.cache.take_back()
@@ -138,24 +137,24 @@ class Storage:
             own.set_updates(updates)
 
     def tensors(self, name: Shard) -> dict[str, Tensor]:
-        """Returns live views {weight, momentum1, ...} of a shard that is held, or claimed and about to be. StorageError
-        where it is neither: fresh memory would pass for its values."""
+        """Returns live views {weight, momentum1, ...} of a held or claimed shard. StorageError for others, whose memory
+        would be empty."""
         if name not in self._held and name not in self._claimed:
             raise StorageError(
-                f"'{name}' is not on this rank, which holds {some_of(self._held) or 'nothing'}. Ask the rank that the "
-                "plan gives it to."
+                f"'{name}' is not on this rank, which holds {some_of(self._held) or 'nothing'}. Ask its owner "
+                "under the plan."
             )
         self._check_process()
         self._flush()
         return self._memory(name).views(name)
 
     def table(self, name: Shard) -> TableConfig:
-        """A shard as a table of its own."""
+        """Returns the shard as a table."""
         return self._memory(name).table(name)
 
     def claim(self, names: Iterable[Shard]) -> str | None:
-        """Takes places for shards that are to arrive, in reserved memory where that is used. Returns a sentence, and
-        none is taken, where one has none."""
+        """Takes places for arriving shards, in reserved memory if that is used. If there is no room, takes none and
+        returns the reason."""
         names = list(names)
         try:
             for name in names if self.in_pieces else ():
@@ -167,7 +166,7 @@ class Storage:
         return None
 
     def give_up(self, names: Iterable[Shard]) -> None:
-        """Gives up what `claim` took: these shards do not arrive."""
+        """Frees what `claim` took, because these shards do not arrive."""
         for name in names:
             self._claimed.discard(name)
             self._memory(name).places.free(name)
@@ -176,18 +175,18 @@ class Storage:
         return self._memory(name).shape(name, tensor)
 
     def row_bytes(self, name: Shard) -> dict[str, tuple[int, int]]:
-        """(rows, bytes a row) of a shard's tensors, wherever it lives."""
+        """Returns (rows, bytes per row) of each tensor of a shard, on this rank or not."""
         return self._memory(name).row_bytes(name)
 
     def hold(self, names: Sequence[Shard], *, sums: bool = False) -> None:
-        """Makes `names` what this rank holds. Values of those that arrived lie in their `tensors` already. sums: the
-        lookup sums, whatever the tables ask: means are the caller's."""
+        """Makes `names` the held shards. Those that arrived already have their values. sums: sum in the lookup
+        regardless of the tables' pooling; the caller divides for means."""
         self._flush()
         self._claimed.difference_update(names)
         same_pooling, self._sums = sums == self._sums, sums
         if self._all_lookups and same_pooling and self._held == tuple(names):
-            return  # a move of others: what the device caches stays
-        self.lookups, self.lookups_apart = [], {}  # with their rows, before there are others
+            return  # others moved: keep the device's cache
+        self.lookups, self.lookups_apart = [], {}  # frees their caches before new ones exist
         for name in set(self._held) - set(names):
             self._memory(name).release(name)
         self._held = tuple(names)
@@ -198,18 +197,18 @@ class Storage:
         self.lookups_apart = {name: self._fused([name]) for name in names if name not in together}
 
     def overwritten(self) -> None:
-        """Somebody has written into what `tensors` gave: rows that the device caches are older."""
+        """Call after writing into `tensors`: drops the rows that the device caches, now stale."""
         self._cache_is_newer = False
         for own in self.lookups:
             if own.cache is not None:
                 own.cache.forget()
 
     def release_part(self, name: Shard, tensor: str, start: int, stop: int) -> None:
-        """Bytes [start, stop) of a departing shard have been sent, as have those before them."""
+        """Frees bytes [start, stop) of a departing shard once they, and those before, have been sent."""
         self._memory(name).memory[tensor].release_part(name, start, stop)
 
     def leave_device(self, names: Iterable[Shard]) -> None:
-        """Departing tables wait in host memory, so that what arrives can have their place. No lookup until `hold`."""
+        """Copies departing shards to host memory to make room for arriving ones. No lookups until `hold`."""
         self._flush()
         self.lookups, self.lookups_apart = [], {}
         for name in names:
@@ -218,12 +217,12 @@ class Storage:
             torch.cuda.empty_cache()
 
     def bytes_of(self, names: Iterable[Shard]) -> dict[str, int]:
-        """Bytes of these tables: {"device": bytes, "host": bytes}, without the cache."""
+        """Returns bytes of these shards, without the cache: {"device": bytes, "host": bytes}."""
         sizes = [self._memory(name).bytes_of(name) for name in names]
         return {place: sum(size[place] for size in sizes) for place in ("device", "host")}
 
     def cache_bytes(self, names: Iterable[Shard]) -> int:
-        """Bytes of the devices' caches where all weights are in host memory beside a GPU."""
+        """Returns bytes of the GPU's caches of rows; 0 unless weights are in host memory."""
         names = list(names)
         return sum(own.cache_bytes([name for name in names if self._memory(name) is own]) for own in self._memories)
 
@@ -240,22 +239,22 @@ class Storage:
         return self._memory_of[name.table]
 
     def _check_process(self) -> None:
-        """StorageError in a fork of the process that made this: it has none of the memory, and would be killed."""
+        """Raises StorageError in a fork of the process that made this: it lacks the memory, and reads would kill it."""
         if self._process != os.getpid():
             raise StorageError(
-                f"process {os.getpid()} is a fork of process {self._process}, which has the tables: read them there, "
-                "and hand on copies (`state_dict()` with each tensor cloned)."
+                f"process {os.getpid()} is a fork of process {self._process}, which holds the tables: read them there "
+                "and pass copies (`state_dict()` with each tensor cloned)."
             )
 
     def _flush(self) -> None:
-        """Rows of which the cache has newer values, to where `tensors` reads them: once, however often it is asked."""
+        """Writes the cache's newer rows back to host memory, where `tensors` reads them; does nothing if unchanged."""
         if self._cache_is_newer:
             for own in self.lookups:
                 own.tbe.flush()
         self._cache_is_newer = False
 
     def _table_of(self, names: Sequence[Shard]) -> list[int] | None:
-        """Number of the held shard of each lookup; None where each has one."""
+        """Returns the index of each lookup's shard; None if each shard has one lookup."""
         if self._features is None:
             return None
         counts = [self._features[name.table] for name in names]
@@ -263,11 +262,11 @@ class Storage:
 
 
 class _LookUpEach(torch.autograd.Function):
-    """Several fused lookups as one node: its backward pass ends when the tables of all are updated."""
+    """Several fused lookups as one autograd node, whose backward pass ends when all their tables are updated."""
 
     @staticmethod
     def forward(ctx: Any, updates: Tensor, look_up_each: Any, *ids: Any) -> Tensor:
-        """updates: here for autograd to see that there is something to update."""
+        """updates: unused, but makes autograd call `backward`."""
         with torch.enable_grad():
             ctx.parts = look_up_each(*ids, training=True)
         return torch.cat([part.detach() for part in ctx.parts], 1)
@@ -278,13 +277,13 @@ class _LookUpEach(torch.autograd.Function):
         parts, ctx.parts = ctx.parts, None
         gradients = gradient_BD.split([part.shape[1] for part in parts], 1)
         updated = {part: own.contiguous() for part, own in zip(parts, gradients, strict=True) if part.requires_grad}
-        if updated:  # else all are frozen
+        if updated:  # empty if all are frozen
             torch.autograd.backward(list(updated), list(updated.values()))
         return None, None, None, None, None
 
 
 class Lost:
-    """Stands in for a Storage whose rows are not all there any more: any use is a StorageError that says why."""
+    """Replaces a Storage that has lost rows: any use raises StorageError with the reason."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -294,6 +293,6 @@ class Lost:
 
 
 def shared_pooling(tables: Sequence[TableConfig]) -> Pooling:
-    """Pooling of a lookup in all of them: where some sum and others average, it sums (lookup/columns.py)."""
+    """Returns the pooling of a joint lookup: that of all tables, or sum if they differ (lookup/columns.py)."""
     poolings = {table.pooling for table in tables}
     return poolings.pop() if len(poolings) == 1 else "sum"

@@ -1,6 +1,6 @@
-"""fbgemm's table-batched embeddings (TBE), made without memory of its own and pointed at ours.
+"""Makes fbgemm's table-batched embeddings (TBE) without memory of their own, and points them at ours.
 
-The only module that knows what its fields are called.
+The only module that uses the names of TBE's fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dlrm_autoshard.distributed.tables.rowwise_adagrad import RowwiseAdagradTbe,
 from dlrm_autoshard.optimizers import TableOptimizerConfig
 from dlrm_autoshard.tables import TableDtype
 
-# From C++, of every process that trains on a GPU, B200 or not: which loop its backward pass chose.
+# C++ warns in every process that trains on a GPU, B200 or not, which loop its backward pass chose.
 warnings.filterwarnings("ignore", message="TBE B200 optimization")
 
 _PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
@@ -53,28 +53,27 @@ def make_tbe(
     table_of: Sequence[int] | None = None,
     plain_loop: bool | None = None,
 ) -> Tbe:
-    """A fused lookup of tables of these (rows, dim).
+    """Returns a fused lookup of tables with these (rows, dim).
 
-    memory: of `weights` and each optimizer state: a flat tensor, and where each table starts, in elements from the
-    tensor's first. location: `device`, or `managed_caching`: weights in host memory that the device reads, and a
-    cache on the device for `cache_load_factor` of all rows. table_of: of each feature, where several share a table;
-    those of one lie side by side. plain_loop: whether row-wise Adagrad takes fbgemm's plain loop on CPU; None: where
-    that is faster here.
+    memory: for `weights` and each optimizer state, a flat tensor and where each table starts in it, in elements.
+    location: `device`, or `managed_caching`: weights in host memory that the device reads, with a cache on the device
+    for `cache_load_factor` of all rows. table_of: the table of each feature, if some share one; a table's features are
+    adjacent. plain_loop: whether row-wise Adagrad uses fbgemm's plain loop on CPU; None: if that is faster here.
     """
     table_of = list(range(len(shapes)) if table_of is None else table_of)
     kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
     if device.type == "cpu":
         place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
         if optimizer.weight_decay:
-            kind = RowwiseAdagradTbe  # the generated code leaves it out
+            kind = RowwiseAdagradTbe  # the generated code ignores it
         elif (
             optimizer.name == "rowwise_adagrad"
             and dtype == "fp32"
             and (plain_loop_is_faster() if plain_loop is None else plain_loop)
         ):
-            kind = RowwiseAdagradTbe  # for fp16 fbgemm takes the plain loop by itself
+            kind = RowwiseAdagradTbe  # for fp16 fbgemm uses the plain loop itself
     tbe = kind(
-        [(1, dim, place, compute) for _, dim in shapes],  # one row a table: next to nothing is allocated
+        [(1, dim, place, compute) for _, dim in shapes],  # one row per table, so almost nothing is allocated
         optimizer=EmbOptimType[optimizer.record.fbgemm],
         learning_rate=optimizer.lr,
         eps=optimizer.eps,
@@ -82,9 +81,9 @@ def make_tbe(
         weight_decay_mode=WeightDecayMode.L2 if optimizer.weight_decay else WeightDecayMode.NONE,
         weights_precision=_PRECISIONS[dtype],
         pooling_mode=_POOLING[pooling],
-        # The loader has checked every id and names table and sample; TBE's own check would cost 15% of a lookup.
+        # The loader has checked every id; TBE's check would cost 15% of a lookup.
         bounds_check_mode=BoundsCheckMode.NONE,
-        # Rounding fp16 weights at random would make a run depend on how its tables are grouped.
+        # Random rounding of fp16 weights would make a run depend on how its tables are grouped.
         stochastic_rounding=False,
         prefetch_pipeline=place is EmbeddingLocation.MANAGED_CACHING,
         device=device,
@@ -95,7 +94,7 @@ def make_tbe(
         _point(tbe, name, flat, [offsets[table] for table in table_of], offsets)
     if place is EmbeddingLocation.MANAGED_CACHING:
         rows = [count for count, _ in shapes]
-        tbe._backward_pre_hooks.clear()  # the next line adds it again, and twice would unlock each cached row twice
+        tbe._backward_pre_hooks.clear()  # the next line adds them again; twice would unlock each cached row twice
         tbe._apply_cache_state(
             construct_cache_state(rows, [place] * len(rows), table_of),
             CacheAlgorithm.LRU,
@@ -108,10 +107,10 @@ def make_tbe(
 
 
 class RowCache:
-    """The device's cache of rows that lie in host memory, filled ahead of the lookup that reads them.
+    """The device's cache of rows in host memory, filled before the lookup that reads them.
 
-    fbgemm hands what was prefetched to the next lookup, whatever ids that has, and keeps rows locked until a backward
-    pass. So a lookup of other ids (an evaluation's) lets go of them first, and afterwards of its own.
+    fbgemm gives prefetched rows to the next lookup, whatever its ids, and locks them until a backward pass. So a lookup
+    of other ids, such as an evaluation's, first unlocks them, and afterwards its own.
     """
 
     def __init__(self, tbe: Any, device: torch.device) -> None:
@@ -119,9 +118,9 @@ class RowCache:
         self._expected: Tensor | None = None
 
     def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
-        """Beside what the computing stream does from here to the fused update, which waits for it."""
+        """Fetches rows of these ids on a side stream; the next fused update on the computing stream waits for it."""
         computing = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(computing)  # until ids are here, and rows have been looked up
+        self._stream.wait_stream(computing)  # for the ids, and for the lookup of earlier rows
         with torch.cuda.stream(self._stream):
             self._tbe.prefetch(values_N, offsets, forward_stream=computing)
         for tensor in (values_N, offsets):
@@ -139,17 +138,17 @@ class RowCache:
             self._let_go()
 
     def take_back(self) -> None:
-        """No backward pass will follow the last lookup: its rows are let go of before the next."""
+        """Undoes the last lookup, which no backward pass will follow: the next one unlocks its rows."""
         self._expected = None
 
     def forget(self) -> None:
-        """All rows, which are newer in host memory."""
+        """Empties the cache, because rows in host memory are newer."""
         self._tbe.reset_cache_states()
         self._expected = None
         self._let_go()
 
     def _let_go(self) -> None:
-        """Between steps no other batch needs its rows to stay."""
+        """Unlocks all rows; for use between steps, when no other batch needs them."""
         self._tbe.lxu_cache_locations_list.clear()
         self._tbe.timesteps_prefetched.clear()
         self._tbe.lxu_cache_locking_counter.zero_()
@@ -165,7 +164,7 @@ def _resize(tbe: Any, rows: Sequence[int], table_of: Sequence[int]) -> None:
 
 
 def _point(tbe: Any, name: str, flat: Tensor, offsets: Sequence[int], of_tables: Sequence[int]) -> None:
-    """offsets: of each feature."""
+    """Points TBE's tensor `name` at `flat`. offsets: of each feature. of_tables: of each table."""
     suffix = _SUFFIXES.get(EmbeddingLocation(getattr(tbe, f"{name}_physical_placements")[0]), "uvm")
     value = torch.nn.Parameter(flat, requires_grad=name == "weights") if suffix == "host" else flat
     setattr(tbe, f"{name}_{suffix}", value)
