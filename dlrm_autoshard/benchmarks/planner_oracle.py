@@ -28,7 +28,7 @@ from dlrm_autoshard.planner.search.greedy import KEYS, greedy
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import start_costs
 
-TITLE = "cost of the planner's plans over the near-optimum, by an oracle written apart from it"
+TITLE = "cost of the planner's plans over the near-optimum of an independent oracle"
 ROUGH_TIME = "45 min"
 BATCH = 65_536
 SPLIT_CELLS = ((20, 8), (50, 8))

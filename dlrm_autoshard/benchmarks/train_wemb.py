@@ -1,4 +1,4 @@
-"""Training speed where lookups decide (W-emb): against torchrec and the limit. See train_speed.py."""
+"""Training speed where lookups dominate (W-emb), against TorchRec and the kernels' limit; see train_speed.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.train_speed import TARGETS, compare
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 
-TITLE = "training speed where lookups decide (W-emb): against torchrec and the limit"
+TITLE = "training speed where lookups dominate (W-emb), against TorchRec and the kernels' limit"
 ROUGH_TIME = "5 min"
 
 
