@@ -1,1 +1,1 @@
-"""Our DreamShard: the estimated MDP, its policy, and their training. The reference algorithm is in `baselines`."""
+"""Our variant of DreamShard: estimated MDP, policy, training. The reference algorithm is in `baselines`."""

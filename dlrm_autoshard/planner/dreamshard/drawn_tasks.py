@@ -1,4 +1,4 @@
-"""Placement tasks for fitting and for judging planners: sets of tables drawn from two halves that share none.
+"""Draws placement tasks to fit and compare planners; training and test tasks share no tables.
 
 tasks = draw_tasks(pool, tables_per_task=50, count=50, seed=0)
 tasks.train[0], tasks.test[0]                 # TablePools of 50 tables each
@@ -26,7 +26,7 @@ Task = Annotated[list[Count], Field(min_length=1)]
 
 
 class TasksRecord(TypedDict):
-    """tasks.json: tables by their number in the pool."""
+    """tasks.json: tables by their index in the pool."""
 
     schema: Literal[1]
     batch_size: BatchSize
@@ -37,7 +37,7 @@ class TasksRecord(TypedDict):
 
 @dataclass(frozen=True)
 class TaskSet:
-    """`train` and `test` are lists of table numbers of `pool`; batch_size is the global batch they are for."""
+    """Training and test tasks: `train` and `test` list table indices of `pool`. batch_size: global."""
 
     pool: TablePool
     train_indices: tuple[tuple[int, ...], ...]
@@ -83,7 +83,7 @@ class TaskSet:
 
 
 def draw_tasks(pool: TablePool, tables_per_task: int, count: int, seed: int, batch_size: int) -> TaskSet:
-    """`count` training tasks from one random half of the tables, `count` test tasks from the other."""
+    """Draws `count` training tasks from one random half of the tables, and `count` test tasks from the other."""
     generator = np.random.default_rng(seed)
     shuffled = generator.permutation(len(pool))
     halves = np.array_split(shuffled, 2)

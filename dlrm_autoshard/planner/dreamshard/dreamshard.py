@@ -39,7 +39,7 @@ class DreamShard:
         measure: Callable[[Rollout], None],
         fit_costs: Callable[[], None],
     ) -> None:
-        """`measure` keeps measured placements, `fit_costs` learns from those kept."""
+        """Runs algorithm 1. `measure` measures and keeps placements; `fit_costs` fits the cost model to those kept."""
 
         def mdp_of(number: int) -> EstimatedMDP:
             return EstimatedMDP(tasks[number], costs_of(tasks[number]))
@@ -56,7 +56,7 @@ class DreamShard:
                 self.reinforce(self.sampled(now(number), self.settings.episodes))
 
     def reinforce(self, rollout: Rollout) -> None:
-        """One REINFORCE update; the advantage is the reward standardised over the episodes."""
+        """Makes one REINFORCE update; the advantage is the reward standardised over the episodes."""
         reward_E = -rollout.cost_E * (1 + rollout.overflow_E)  # an overflowing placement counts double
         advantage_E = (reward_E - reward_E.mean()) / (reward_E.std(ddof=1) + 1e-9)
         self.policy.reinforce(rollout, advantage_E, self.settings.entropy_weight)
@@ -67,7 +67,7 @@ class DreamShard:
         return mdp.rollout(self.policy, gumbel_noise(shape, self.generator))
 
     def place(self, mdp: EstimatedMDP, samples: int) -> list[np.ndarray]:
-        """Legal placements, least predicted cost first: the likeliest and samples. Empty where all overflowed."""
+        """Returns legal placements, the likeliest and samples, by predicted cost; empty if all overflowed."""
         rollouts = [mdp.rollout(self.policy, for_loss=False)]
         if samples:
             shape = (samples, len(mdp.order), mdp.task.world_size)

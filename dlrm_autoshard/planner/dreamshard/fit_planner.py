@@ -1,9 +1,9 @@
-"""DreamShard's training on many tasks: measured placements, the cost model, the policy, over and over.
+"""Trains DreamShard on many tasks, in turn: measures placements, fits the cost model, trains the policy.
 
     report = fit_planner(costs, makers, "dreamshard", tasks, measure)       # measure(task, plans): their profiles
 
-The placements measured are the policy's samples and, every other time, what `search` makes of them: the cost model must
-be right where searches end up.
+Measured placements are the policy's samples and, every other time, the results of a `search` from them, because the
+cost model must be right where searches end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def fit_planner(
     measure: MeasureTask,
     progress: Callable[[int, int], None] | None = None,
 ) -> FitReport:
-    """Fits `costs`, and the policies in `makers` that `algorithm` needs. progress: placements measured, of how many."""
+    """Fits `costs`, and the policies in `makers` that `algorithm` needs. progress: called with placements measured, and
+    of how many."""
     started, settings = time.perf_counter(), makers.settings
     placements, reports = 0, list[FitReport]()
     total = settings.iterations * settings.placements

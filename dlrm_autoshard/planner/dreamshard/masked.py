@@ -1,4 +1,4 @@
-"""The one distribution over devices: it samples the action and it scores it, so rollout and loss agree.
+"""The distribution over legal devices. Sampling and loss both use it, so they agree.
 
 log_probs = masked_log_probs(logits, legal)          # illegal devices: -inf
 action = (log_probs + gumbel_noise(...)).argmax(-1)  # a sample of that very distribution
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def masked_log_probs(logits: np.ndarray, legal: np.ndarray) -> np.ndarray:
-    """[..., D] of [..., D], at least one legal device in each row."""
+    """Returns log-probabilities [..., D] of logits [..., D]; each row needs a legal device."""
     masked = np.where(legal, logits, -np.inf)
     masked -= masked.max(axis=-1, keepdims=True)
     log_probs: np.ndarray = masked - np.log(np.exp(masked).sum(axis=-1, keepdims=True))
@@ -18,7 +18,7 @@ def masked_log_probs(logits: np.ndarray, legal: np.ndarray) -> np.ndarray:
 
 
 def entropy_of(log_probs: np.ndarray) -> np.ndarray:
-    """Entropy of each distribution."""
+    """Returns each distribution's entropy."""
     # 0 x -inf is no number; an illegal device adds nothing.
     entropy: np.ndarray = -(np.exp(log_probs) * np.maximum(log_probs, -1e9)).sum(axis=-1)
     return entropy
@@ -27,7 +27,8 @@ def entropy_of(log_probs: np.ndarray) -> np.ndarray:
 def logit_gradient(
     logits: np.ndarray, legal: np.ndarray, taken: np.ndarray, advantage_E: np.ndarray, entropy_weight: float
 ) -> np.ndarray:
-    """[U, E, D]: the gradient of REINFORCE's loss with respect to the logits, for `taken` [U, E, D] one-hot actions.
+    """Returns [U, E, D]: the gradient of REINFORCE's loss with respect to the logits, for `taken` [U, E, D] one-hot
+    actions.
 
     The loss: minus the mean over episodes of advantage x log-probability of the episode's actions, minus
     `entropy_weight` x the mean entropy of a step.
@@ -42,5 +43,5 @@ def logit_gradient(
 
 
 def gumbel_noise(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Draws noise by which the largest logit is a sample of the softmax."""
+    """Draws noise; the largest logit plus noise is a sample of the softmax."""
     return generator.gumbel(size=shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The estimated MDP: units are placed one by one, and the cost model plays the hardware.
+"""The estimated MDP: places units one by one, with the cost model in place of hardware.
 
 mdp = EstimatedMDP(task, costs)
 rollout = mdp.rollout(policy, noise_EUD)        # E episodes at once; noise None: the likeliest device each time
@@ -29,17 +29,17 @@ class Policy(Protocol):
     """Networks that score devices for the next unit."""
 
     def embed(self, features_TF: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[T, H]; a unit is the sum over its tables, a device the sum over its units."""
+        """Returns table embeddings [T, H]. A unit's is the sum over its tables, a device's over its units."""
         ...
 
     def logits(self, inputs_EDF: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[E, D] logits from features, the device's embedding and the unit's, side by side."""
+        """Returns logits [E, D] from features, the device's and the unit's embeddings, concatenated."""
         ...
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Steps in the order of placing: inputs [U, E, D, F + 2 H], legal [U, E, D], actions [U, E]."""
+    """Episodes, step by step in the order of placing: inputs [U, E, D, F + 2 H], legal [U, E, D], actions [U, E]."""
 
     mdp: EstimatedMDP
     inputs: np.ndarray
@@ -62,8 +62,8 @@ class EstimatedMDP:
     and what it would cost with this unit, and the policy's own embeddings of the unit and of the device's units. The
     reward is 0 until the end, then minus the predicted overall cost.
 
-    Where no device has room, the unit goes (with probability 1, so without gradient) to the device with most room and
-    the episode counts as overflowing; such placements are never handed out.
+    If no device has room, the unit goes (with probability 1, so without gradient) to the device with most room, and the
+    episode counts as overflowing; its placement is never returned.
 
     Axes: E episodes, U units, D devices, K summary columns, F features, H policy embedding.
     """
@@ -91,14 +91,14 @@ class EstimatedMDP:
         self.features_TF = network_features(task.tables, task.stats, task.batch_size).astype(np.float32)
 
     def embed_units(self, policy: Policy) -> np.ndarray:
-        """[U, H] in the order of placing."""
+        """Returns embeddings of units [U, H], in the order of placing."""
         embedded, _ = policy.embed(self.features_TF)
         units = np.zeros((len(self.order), embedded.shape[1]), dtype=embedded.dtype)
         np.add.at(units, self.step_of_T, embedded)
         return units
 
     def legal(self, step: int, free_ED: np.ndarray, chosen_EU: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """([E, D] devices that may take this step's unit, [E] whether none had room and the roomiest stands in)."""
+        """Returns ([E, D] legal devices for this step's unit, [E] whether none had room, so the roomiest is used)."""
         left = free_ED - self.bytes[step]
         legal: np.ndarray = (left >= 0) & self.allowed[step]
         rows = np.arange(len(free_ED))
@@ -111,9 +111,9 @@ class EstimatedMDP:
         return legal, stuck
 
     def rollout(self, policy: Policy, noise_EUD: np.ndarray | None = None, for_loss: bool = True) -> Rollout:
-        """Episodes side by side: one for each row of Gumbel noise, or without noise the one that is likeliest.
+        """Runs episodes at once: one per row of Gumbel noise; without noise only the likeliest.
 
-        for_loss: keep every step's inputs; without, there is nothing to learn from.
+        for_loss: keep every step's inputs, which training needs.
         """
         steps, devices = len(self.order), self.task.world_size
         episodes = 1 if noise_EUD is None else len(noise_EUD)

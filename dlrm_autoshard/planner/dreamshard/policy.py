@@ -1,4 +1,4 @@
-"""The policy network: one logit for each device, the same function for every device and any number of tables.
+"""The policy network: one logit per device, by the same function for each device and any number of tables.
 
 DreamShard's shape (a table network summed over the device's tables, a network for its predicted costs, one logit),
 with two things it lacked: the policy sees the unit that it is about to place, and what each device would cost with it.
@@ -32,7 +32,7 @@ UNIT = slice(NUM_FEATURES + HIDDEN, NUM_FEATURES + 2 * HIDDEN)
 
 
 class DevicePolicy:
-    """DreamShard's policy: a table network, and a device network on top of it."""
+    """DreamShard's policy: a device network on top of a table network."""
 
     def __init__(self, seed: int = 0, greediness: float = GREEDINESS) -> None:
         self.greediness = greediness
@@ -43,17 +43,17 @@ class DevicePolicy:
         self.nets = {"table_net": self.table_net, "device_net": self.device_net}
 
     def embed(self, features_TF: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[T, H] of tables; a unit's embedding is the sum over its tables, a device's over its units."""
+        """Returns table embeddings [T, H]. A unit's is the sum over its tables, a device's over its units."""
         embedded, net_backward = self.table_net.forward(features_TF)
         return embedded * EMBED_SCALE, lambda grad: net_backward(grad * EMBED_SCALE, to_inputs=False)
 
     def logits(self, inputs_EDF: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[E, D] from [E, D, NUM_FEATURES + 2 HIDDEN]: the MDP's features, the device's units, the unit to place."""
+        """Returns logits [E, D] from [E, D, NUM_FEATURES + 2 HIDDEN]: the MDP's features, the device, the unit."""
         learned, net_backward = self.device_net.forward(inputs_EDF)
         return learned[..., 0] - self.greediness * inputs_EDF[..., RISE], lambda grad: net_backward(grad[..., None])
 
     def reinforce(self, rollout: Rollout, advantage_E: np.ndarray, entropy_weight: float) -> None:
-        """REINFORCE's gradient, into the networks: see `logit_gradient` for the loss."""
+        """Adds REINFORCE's gradient to the networks; `logit_gradient` has the loss."""
         mdp, actions = rollout.mdp, rollout.actions
         logits, logits_backward = self.logits(rollout.inputs)
         placed_UED = actions[..., None] == np.arange(logits.shape[-1])

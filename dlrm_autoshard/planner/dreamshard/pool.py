@@ -1,4 +1,4 @@
-"""Pools of tables to plan for: read from a file, or synthetic ones with the statistics of a published data set.
+"""Pools of tables to plan for: from a file, or synthetic with the statistics of a published data set.
 
 pool = synthetic_pool(856, seed=0, batch_size=65536)
 pool.tables[3], pool.stats[3]
@@ -30,13 +30,13 @@ POOL_SCHEMA = 1
 
 
 class PoolTable(TableRecord):
-    """A row of tables.json: a table with its statistics."""
+    """An entry of tables.json: a table with its statistics."""
 
     stats: StatsRecord
 
 
 class PoolRecord(TypedDict):
-    """tables.json."""
+    """The file tables.json."""
 
     schema: Literal[1]
     made_up: NotRequired[str]
@@ -45,7 +45,7 @@ class PoolRecord(TypedDict):
 
 @dataclass(frozen=True)
 class TablePool:
-    """Tables and their statistics, parallel. made_up: where nobody measured them, what they are made to be like."""
+    """Tables and their statistics, index by index. made_up: for synthetic tables, what they imitate."""
 
     tables: tuple[TableConfig, ...]
     stats: tuple[TableStats, ...]
@@ -65,7 +65,7 @@ class TablePool:
         constraints: Constraints = Constraints(),
         splits: Splits = Splits(),
     ) -> PlacementTask:
-        """All of them to be placed. batch_size: global; by default the one that the statistics are of."""
+        """Returns a task that places all tables. batch_size: global; default that of the statistics."""
         return PlacementTask.build(
             self.tables,
             self.stats,
@@ -87,7 +87,7 @@ class TablePool:
 
     @staticmethod
     def from_json(record: PoolRecord) -> TablePool:
-        """From a record that was checked."""
+        """Makes a pool from a checked record."""
         names = Counter(row["name"] for row in record["tables"])
         twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
@@ -102,7 +102,7 @@ class TablePool:
 
     @staticmethod
     def load(path: Path) -> TablePool:
-        """UserError names the file, the table and what is wrong with it."""
+        """Reads a pool; UserError names the file, the table and what is wrong."""
         record = read_json(path, PoolRecord, "table file")
         try:
             return TablePool.from_json(record)
@@ -143,7 +143,7 @@ def synthetic_pool(
 
 
 def zipf_stats(num_rows: int, mean_pooling: float, skew: float, head: float, batch_size: int) -> TableStats:
-    """Expected statistics of a batch whose ids have p(i-th hottest row) ~ (i + head)^-skew (Zipf-Mandelbrot).
+    """Returns expected statistics of a batch whose ids have p(i-th hottest row) ~ (i + head)^-skew (Zipf-Mandelbrot).
 
     A row's uses in the batch are Poisson; rows are taken in groups of about equal heat, so this is quick for 1e7 rows.
     """
@@ -166,7 +166,7 @@ def zipf_stats(num_rows: int, mean_pooling: float, skew: float, head: float, bat
 
 
 def reuse_shares(stats: Sequence[TableStats]) -> tuple[list[float], float]:
-    """Share of the look-ups per reuse bin (each bin's ids taken at its geometric mean), and the pool's mean reuse."""
+    """Returns the share of lookups per reuse bin (ids at the bin's geometric mean), and the pool's mean reuse."""
     ids = np.array([s.mean_pooling * s.batch_size for s in stats])
     unique = ids / np.array([s.mean_reuse for s in stats])
     middle = 2.0 ** (np.arange(NUM_REUSE_BINS) - 0.4)

@@ -1,9 +1,9 @@
 """Statistics that dlrm_datasets (github.com/facebookresearch/dlrm_datasets) publishes of its tables, by year.
 
-published_of(num_tables=788).mean_reuse     # 12.7: 2022's number of tables; of any other number 2021's figures
+published_of(num_tables=788).mean_reuse     # 12.7: for 2022's number of tables; else 2021's figures
 
 From the locality_stats.txt beside its files, which count ids, distinct ids and how often each is used, over all tables
-together. Of rows, dims and single tables they say nothing.
+together. They have nothing on rows, dims or single tables.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ PUBLISHED = {
 
 
 def published_of(num_tables: int) -> Published:
-    """2022's figures for as many tables as it has, else 2021's."""
+    """Returns 2022's figures for its number of tables, else 2021's."""
     return PUBLISHED[2022 if num_tables == PUBLISHED[2022].num_tables else 2021]

@@ -1,4 +1,4 @@
-"""How much DreamShard measures and trains: its budget, apart from its networks, which no start imports.
+"""How much DreamShard measures and trains. Apart from its networks, because jobs do not import those at the start.
 
 settings = DreamShardSettings(iterations=4)
 """

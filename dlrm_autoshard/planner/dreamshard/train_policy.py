@@ -32,7 +32,7 @@ LEARNING_RATE, EPISODES = 5e-3, 16
 
 
 def draw_problem(generator: np.random.Generator) -> EstimatedMDP:
-    """8 to 120 tables on 2 to 16 ranks, two in five with little memory; a machine of random prices and fusion."""
+    """Draws a task of 8 to 120 tables on 2 to 16 ranks, two in five with little memory, and random costs."""
     tables = int(np.exp(generator.uniform(np.log(8), np.log(120))))
     devices = int(np.exp(generator.uniform(np.log(2), np.log(min(16, tables / 2) + 0.99))))
     batch_size = int(generator.choice([1024, 4096, 16384]))
@@ -53,7 +53,7 @@ def draw_problem(generator: np.random.Generator) -> EstimatedMDP:
 
 
 def judge(policy: DevicePolicy, problems: list[EstimatedMDP]) -> dict[str, float]:
-    """Predicted step cost over that of `search` with 20 kicks, means over the problems; seconds of one pass."""
+    """Returns mean predicted step cost over that of `search` with 20 kicks, and seconds of one pass."""
     trainer, ratios, seconds = DreamShard(policy, DreamShardSettings(), seed=0), [], []
     for mdp in problems:
         task, costs = mdp.task, mdp.costs
@@ -78,7 +78,7 @@ def judge(policy: DevicePolicy, problems: list[EstimatedMDP]) -> dict[str, float
 
 
 def train(updates: int, seed: int) -> tuple[DevicePolicy, dict[str, Any]]:
-    """Trains the policy that the package ships; returns it with how it fared on held-out tasks."""
+    """Trains the policy that the package ships; returns it with its figures on held-out tasks."""
     generator = np.random.default_rng(seed)
     problems = [draw_problem(generator) for _ in range(TASKS)]
     held_out = [draw_problem(np.random.default_rng([seed, 1, i])) for i in range(HELD_OUT)]
