@@ -65,7 +65,7 @@ LOG_SCALE = 1 / 6
 
 
 def tables_that_count(summary_NK: np.ndarray) -> np.ndarray:
-    """[...] how many tables of one weight would be as many: n that are alike are n."""
+    """Returns the effective number of tables [...]: n tables of equal weight count as n."""
     weight, squares = summary_NK[..., WEIGHT], summary_NK[..., WEIGHT + 1]
     alike: np.ndarray = np.clip(
         weight**2 / np.maximum(squares, LEAST_LOAD**2), 1.0, np.maximum(summary_NK[..., 0], 1.0)
@@ -95,19 +95,20 @@ class CostModel:
         self.launch_S = np.array(LAUNCH_MS, dtype=np.float32)
 
     def prices_alone(self) -> None:
-        """Has both networks say nothing, of any table and any set, until they are trained again."""
+        """Silences both networks, for all tables and sets, until they are trained again."""
         for net in self.nets.values():
             for parameter in net.parameters[-2:]:
                 parameter[:] = 0
 
     def table_factors(self, features_RF: np.ndarray) -> np.ndarray:
-        """[R, S]: what the table network makes of the priced work."""
+        """Returns [R, S]: the factors by which the table network corrects the priced work."""
         return np.exp(TABLE_BOUND * np.tanh(self.table_net(features_RF)[:, :2] / TABLE_BOUND))
 
     def summarise(
         self, features_RF: np.ndarray, work_RP: np.ndarray
     ) -> tuple[np.ndarray, Callable[[np.ndarray], None]]:
-        """[R, K] of tables (a device's summary is the sum over its tables), and what takes gradients back."""
+        """Returns summaries [R, K] of tables and the function that takes gradients back. A device's summary is the
+        sum over its tables."""
         out_RO, net_backward = self.table_net.forward(features_RF)
         bent_RS = np.tanh(out_RO[:, :2] / TABLE_BOUND)
         priced_RS = work_RP @ self.prices_PS
@@ -128,7 +129,8 @@ class CostModel:
         return summary_RK, backward
 
     def devices(self, summary_NK: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """[N, S] ms of devices, 0 of an empty one; and the gradient of summaries from that of log ms."""
+        """Returns ms [N, S] of devices, 0 for an empty one, and the function from gradients of log ms to gradients
+        of summaries."""
         weight_N1 = np.maximum(summary_NK[:, WEIGHT : WEIGHT + 1], LEAST_LOAD)
         clamped = np.maximum(summary_NK[:, LOGGED], LEAST_LOAD)
         inputs = np.empty((len(summary_NK), NUM_LOGS + EMBED), dtype=summary_NK.dtype)
@@ -157,7 +159,7 @@ class CostModel:
         return ms_NS, backward
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
-        """[..., S] ms from [..., K]."""
+        """Returns ms [..., S] of summaries [..., K]."""
         ms_NS, _ = self.devices(summaries.reshape(-1, NUM_SUMMARY))
         return ms_NS.reshape(*summaries.shape[:-1], 2)
 
@@ -167,7 +169,7 @@ class CostModel:
         return self.summarise(features.astype(np.float32), work_TP.astype(np.float32))[0]
 
     def shard_ms(self, samples: Sequence[ShardSample]) -> np.ndarray:
-        """[N, 2] predicted forward and backward computation."""
+        """Returns predicted ms [N, 2] of forward and backward computation."""
         return self.predict(ShardSet(samples))
 
     def predict(self, shards: ShardSet) -> np.ndarray:
@@ -175,7 +177,7 @@ class CostModel:
         return self.device_ms(shards.sum_over_tables(summary_RK))
 
     def errors(self, shards: ShardSet) -> tuple[float, float]:
-        """Mean absolute relative error of forward and backward."""
+        """Returns mean absolute relative errors of forward and backward."""
         forward, backward = np.abs(self.predict(shards) / shards.target_NS - 1).mean(axis=0)
         return float(forward), float(backward)
 

@@ -46,8 +46,8 @@ STEADY = 0.03
 
 
 class ExchangeModel:
-    """Prices of exchanges. prices_SP: in the order of `exchange_work`. spread: how far all may be off together,
-    `UNMEASURED` or `MEASURED`."""
+    """Predicts exchanges from prices. prices_SP: in the order of `exchange_work`. spread: how far all prices may be
+    off together, `UNMEASURED` or `MEASURED`."""
 
     def __init__(self) -> None:
         self.prior_SP = np.stack([PRIOR, PRIOR])
@@ -56,10 +56,8 @@ class ExchangeModel:
         self._hosts: tuple[int, ...] | None = None  # the ranks' hosts that `_link_SL` was fitted for
 
     def ms(self, dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None) -> np.ndarray:
-        """Returns [2] ms of the forward and the backward exchange of ranks that own `dims_W`; 0 for one rank.
-
-        hosts: number of each rank's host; None: all ranks are on one.
-        """
+        """Returns ms [2] of the forward and backward exchange when ranks own `dims_W`; 0 for one rank. hosts: each
+        rank's host; None: one host."""
         if len(dims_W) == 1:
             return np.zeros(2)
         ms: np.ndarray = self.prices_SP @ exchange_work(dims_W, batch_size)
@@ -67,7 +65,7 @@ class ExchangeModel:
         return ms + links.ms(links.dims(dims_W)).max(axis=-2)
 
     def links(self, world_size: int, batch_size: int, hosts: Sequence[int] | None = None) -> HostLinks:
-        """Returns what hosts' links take, which comes on top of `lines`."""
+        """Returns the model of hosts' links, whose ms add to those of `lines`."""
         several = several_hosts(hosts)
         if several is None:
             return HostLinks(np.zeros(world_size, dtype=np.int64), batch_size, np.zeros((2, 2)))
@@ -77,9 +75,9 @@ class ExchangeModel:
         return HostLinks(np.array(several), batch_size, price_SL)
 
     def lines(self, total_dims: float, batch_size: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ([2, 2], [2, 2]): ms of a rank's sending (0) and receiving (1) if it owns no dims, and what each dim
-        adds; forward and backward. The slowest rank's sending plus the slowest one's receiving is the exchange within
-        one host, so a search need not know other ranks' dims."""
+        """Returns ([2, 2], [2, 2]): ms that a rank without dims takes to send (0) and to receive (1), and ms per
+        dim; forward and backward. The slowest rank's sending plus the slowest rank's receiving is the exchange
+        within one host, so a search needs to know no other ranks' dims."""
         base_22, per_dim_22 = np.zeros((2, 2)), np.zeros((2, 2))
         if world_size > 1:
             mb, none = _mb_per_dim(batch_size, world_size), np.zeros(world_size)
@@ -91,8 +89,8 @@ class ExchangeModel:
         return base_22, per_dim_22
 
     def fit(self, samples: Sequence[CommsSample], weights: Sequence[float]) -> None:
-        """Fits the prices to the slowest rank of each measured exchange, in relative error. Prices that the samples
-        leave open keep their proportions to the others, as the prior has them."""
+        """Fits prices to the slowest rank of each measured exchange, in relative error. Prices that the samples
+        leave open keep the prior's proportions."""
         kept = [(s, w) for s, w in zip(samples, weights, strict=True) if s.world_size > 1 and sum(s.dims) > 0]
         if not kept:
             return
@@ -117,7 +115,7 @@ class ExchangeModel:
         self._hosts, self._link_SL = hosts, np.stack([link_L for _, link_L in fitted])
 
     def load_prices(self, prices: Sequence[Sequence[float]]) -> None:
-        """Takes prices that were fitted elsewhere as the prior from now on; links are each job's own."""
+        """Makes prices that were fitted elsewhere the prior. Links are fitted for each job."""
         self.prior_SP = np.zeros((2, len(PRIOR)))  # states of older versions lack the last column
         for row_P, fitted in zip(self.prior_SP, prices, strict=True):
             row_P[: len(fitted)] = fitted[: len(PRIOR)]
@@ -127,40 +125,40 @@ class ExchangeModel:
 
 @dataclass(frozen=True)
 class HostLinks:
-    """Links of a job's hosts, at price_SL ms per MB: all ranks wait for the slowest. host_W: host of each rank; where
-    all are on one, its link takes nothing."""
+    """Predicts what the links of a job's hosts take, at price_SL ms per MB: all ranks wait for the slowest. host_W:
+    each rank's host; on a single host, links take nothing."""
 
     host_W: np.ndarray
     batch_size: int
     price_SL: np.ndarray
 
     def dims(self, dims_NW: np.ndarray) -> np.ndarray:
-        """Returns [..., H] dims that hosts own, by those that ranks own."""
+        """Returns the dims [..., H] that each host owns, from the ranks'."""
         return host_dims(dims_NW, self.host_W)
 
     def ms(self, dims_NH: np.ndarray) -> np.ndarray:
-        """Returns [..., H, 2] ms that the busier direction of each host's link takes, forward and backward."""
+        """Returns ms [..., H, 2] of the busier direction of each host's link, forward and backward."""
         ms_NSL = self.price_SL * crossing_mb(dims_NH, self.batch_size, self.host_W)[..., None, :]
         busier_NSH: np.ndarray = np.maximum(*np.split(ms_NSL, 2, axis=-1))
         return np.swapaxes(busier_NSH, -1, -2)
 
     def ms_after(self, dims_W: np.ndarray, source: int, to_N: np.ndarray, moved_N: np.ndarray) -> np.ndarray:
-        """Returns [N, H, 2], as `ms`, once `moved_N` dims have gone from rank `source` to ranks `to_N`."""
+        """Returns `ms` [N, H, 2] after `moved_N` dims have gone from rank `source` to ranks `to_N`."""
         dims_NH = np.tile(self.dims(dims_W), (len(to_N), 1))
         dims_NH[:, self.host_W[source]] -= moved_N
         dims_NH[np.arange(len(to_N)), self.host_W[to_N]] += moved_N
         return self.ms(dims_NH)
 
     def ranks_behind(self, dims_W: np.ndarray) -> list[int]:
-        """Returns the ranks of the hosts whose links are slowest; none where there is one host."""
+        """Returns the ranks of the hosts with the slowest links; none on a single host."""
         slowest = self.ms(self.dims(dims_W)).argmax(axis=0)
         behind: list[int] = np.flatnonzero(np.isin(self.host_W, slowest)).tolist()
         return behind if self.host_W.any() else []
 
 
 def exchange_work(dims_W: np.ndarray, batch_size: int) -> np.ndarray:
-    """Returns [P]: one exchange, peers, MB that the rank with most dims sends, that ranks receive on average, and that
-    the rank with fewest dims receives."""
+    """Returns [P]: 1, the number of peers, and MB sent by the rank with most dims, received on average, and received
+    by the rank with fewest dims."""
     world_size, total = len(dims_W), float(dims_W.sum())
     mb_per_dim = _mb_per_dim(batch_size, world_size)
     sent, mean = dims_W.max() * (world_size - 1), total * (1 - 1 / world_size)
@@ -169,15 +167,15 @@ def exchange_work(dims_W: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 def host_dims(dims_NW: np.ndarray, host_W: np.ndarray) -> np.ndarray:
-    """Returns [..., H] dims that hosts own, by those that ranks own."""
+    """Returns the dims [..., H] that each host owns, from the ranks'."""
     on_host_WH = host_W[:, None] == np.arange(host_W.max() + 1)
     dims_NH: np.ndarray = dims_NW.astype(np.float64) @ on_host_WH
     return dims_NH
 
 
 def crossing_mb(dims_H: np.ndarray, batch_size: int, hosts: np.ndarray) -> np.ndarray:
-    """Returns [..., 2 H]: MB of vectors that leave each host, then MB that enter each, where hosts own `dims_H`
-    [..., H]. Gradients go the other way round, by as much."""
+    """Returns [..., 2 H]: MB of vectors that leave each host, then MB that enter each, for dims_H [..., H] owned by
+    hosts. As many gradients travel the other way."""
     ranks_H = np.bincount(hosts)
     leaving = dims_H * (len(hosts) - ranks_H)
     entering = (dims_H.sum(axis=-1, keepdims=True) - dims_H) * ranks_H
@@ -196,7 +194,7 @@ def several_hosts(hosts: Sequence[int] | None) -> tuple[int, ...] | None:
 def _fitted(
     work_NP: np.ndarray, crossing_NL: np.ndarray, ms_N: np.ndarray, weight_N: np.ndarray, prior_P: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ([P], [L]) prices of one stage."""
+    """Returns the prices ([P], [L]) of one stage."""
     links, busiest_N = crossing_NL.shape[1], crossing_NL.max(axis=1, initial=0)
     scale = _weighted_median(ms_N / (work_NP @ prior_P + PRIOR_LINK * busiest_N), weight_N)
     if not links:
@@ -223,7 +221,7 @@ def _fitted(
 
 @dataclass(frozen=True)
 class _Fit:
-    """Prices of one stage; error: RMS, relative."""
+    """Prices of one stage. error: relative RMS."""
 
     prices_P: np.ndarray
     link_L: np.ndarray
@@ -232,7 +230,7 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Samples:
-    """One stage of the measured exchanges. prior: of the prices within a host, then of each link."""
+    """Measured exchanges of one stage. prior: prices within a host, then of each link."""
 
     work_NP: np.ndarray
     crossing_NL: np.ndarray
@@ -246,10 +244,11 @@ class _Samples:
         return _Fit(prices_P, link_L, float(np.sqrt(squares / self.weight_N.sum())))
 
     def fitted(self, link_L: np.ndarray) -> _Fit:
-        """Returns the best fit that is found from these prices of links.
+        """Returns the best fit found from these prices of links.
 
-        Which link a sample waits for follows from the prices, and the prices from that: both are found in turn. A link
-        that no sample waits for costs what links alike would, but no more than it may without being waited for.
+        The prices decide which link a sample waits for, and these links decide the prices, so both are found in turn. A
+        link that no sample waits for gets the price of equal links, at most the price at which a sample would wait for
+        it.
         """
         prices, links = self.work_NP.shape[1], len(link_L)
         pull = np.repeat([PULL_BETWEEN_HOSTS, PULL_ALIKE], [prices, links])
@@ -271,7 +270,7 @@ class _Samples:
 
 
 def _mb_per_dim(batch_size: int, world_size: int) -> float:
-    """Returns MB that a rank with one dim sends to each other."""
+    """Returns the MB that a rank sends to each other rank per dim that it owns."""
     return batch_size / world_size * BYTES_PER_VALUE * 1e-6
 
 

@@ -35,7 +35,7 @@ WORK = (
 
 
 def raw_features(tables: Sequence[TableConfig], stats: Sequence[TableStats]) -> np.ndarray:
-    """[T, 21]: dim, rows, pooling factor, size in bytes, and the reuse histogram. Raw: scale them before use."""
+    """Returns [T, 21]: dim, rows, pooling factor, bytes and reuse histogram, unscaled."""
     return np.array(
         [
             (t.embedding_dim, t.num_embeddings, s.mean_pooling, t.weight_bytes, *s.reuse_histogram)
@@ -46,10 +46,10 @@ def raw_features(tables: Sequence[TableConfig], stats: Sequence[TableStats]) -> 
 
 
 def distinct_rows(raw_TF: np.ndarray, reuse_T: np.ndarray, seen_T: np.ndarray, batch_size: BatchSize) -> np.ndarray:
-    """Different rows in a batch of `batch_size`, from a measurement with batches of `seen_T` samples.
+    """Returns the expected distinct rows in a batch of `batch_size`, from a measurement with `seen_T` samples.
 
-    Distinct ids grow like ids ** b (Heaps' law), and b is the share of distinct ids that were used once: the chance
-    that one more id is new is (ids used once) / ids (Good and Turing).
+    Distinct ids grow like ids ** b (Heaps' law). b is the share of distinct ids that were used once, since the chance
+    that the next id is new is (ids used once) / ids (Good and Turing).
     """
     ids_seen = raw_TF[:, 2] * seen_T
     used_once = raw_TF[:, 4]
@@ -58,10 +58,10 @@ def distinct_rows(raw_TF: np.ndarray, reuse_T: np.ndarray, seen_T: np.ndarray, b
 
 
 def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize) -> np.ndarray:
-    """[T, 12] in millions, in the order of WORK.
+    """Returns [T, 12] in millions, in the order of WORK.
 
-    In a linear model its coefficients are nanoseconds each, so a cost model that is linear in it is already
-    sensible and the networks only have to learn the deviation.
+    Coefficients of a linear model of it are nanoseconds each, so such a model is sensible from the start and the
+    networks only learn the deviation.
     """
     raw = raw_features(tables, stats)
     dim, rows, pooling, size = raw[:, :4].T
@@ -93,8 +93,8 @@ def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size:
 def network_features(
     tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize, work_TP: np.ndarray | None = None
 ) -> np.ndarray:
-    """[T, 29]: the 21 on log scales, and the derived ones that cost depends on; all about -1 to 1. work_TP: their
-    `work`, where it is known."""
+    """Returns [T, 29]: the raw features on log scales and derived ones that cost depends on, all about -1 to 1.
+    work_TP: the tables' `work`, if known."""
     raw = raw_features(tables, stats)
     dim, rows, pooling, size = raw[:, :4].T
     done = 1e6 * (work(tables, stats, batch_size) if work_TP is None else work_TP)
@@ -117,6 +117,6 @@ NUM_NETWORK = 12 + NUM_REUSE_BINS
 
 
 def _overflow(num_bytes: np.ndarray, mib: float) -> np.ndarray:
-    """0 where bytes fit a cache of `mib` well, 1 where they overflow it by far."""
+    """Returns 0 if bytes fit well in a cache of `mib`, 1 if they overflow it by far."""
     fraction: np.ndarray = num_bytes / (num_bytes + mib * 2**20)
     return fraction

@@ -27,7 +27,7 @@ LEARNING_RATE = 2e-3
 
 @dataclass(frozen=True)
 class FitReport:
-    """Mean absolute relative error per stage on the samples given, before and after; `samples` of them."""
+    """Mean absolute relative error by stage on the given samples before and after fitting, and their number."""
 
     samples: int
     updates: int
@@ -44,7 +44,7 @@ def fit_cost_model(
     seed: int = 0,
     budget_seconds: float | None = None,
 ) -> FitReport:
-    """Solves the prices, then trains both networks; the learning rate falls linearly to 0."""
+    """Solves for the prices, then trains both networks with a learning rate that falls linearly to 0."""
     started = time.perf_counter()
     kept = [s for s in samples if s.tables and min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
     if not kept:
@@ -63,7 +63,7 @@ def fit_cost_model(
 
 
 def gradients(model: CostModel, shards: ShardSet, chosen: np.ndarray) -> np.ndarray:
-    """[N, S] errors of the chosen shards, in logs; the gradient of their mean Huber loss goes to the networks."""
+    """Returns log errors [N, S] of the chosen shards; passes the gradient of their mean Huber loss to the networks."""
     tables, inside_NR = shards.batch(chosen)
     summary_RK, tables_backward = model.summarise(shards.features_RF[tables], shards.work_RP[tables])
     ms_NS, devices_backward = model.devices(inside_NR @ summary_RK)
@@ -74,7 +74,7 @@ def gradients(model: CostModel, shards: ShardSet, chosen: np.ndarray) -> np.ndar
 
 
 def _solve_prices(model: CostModel, shards: ShardSet) -> None:
-    """The best prices with the networks as they are."""
+    """Finds the best prices for the networks as they are."""
     factor_RS = model.table_factors(shards.features_RF)
     summary_NK = shards.sum_over_tables(model.summarise(shards.features_RF, shards.work_RP)[0])
     raw_NS = summary_NK[:, COST] + model.launch_S

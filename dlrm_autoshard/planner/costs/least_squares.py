@@ -18,7 +18,8 @@ def fit_nonnegative(
     prior_P: np.ndarray,
     pull: float | np.ndarray = 0.05,
 ) -> np.ndarray:
-    """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull, which may differ by column."""
+    """Returns the c >= 0 that minimizes sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull towards the prior,
+    which may differ by column."""
     relative = columns_NP / np.maximum(target_N, 1e-6)[:, None]
     gram = relative.T @ (relative * weight_N[:, None])
     wanted = relative.T @ weight_N
@@ -29,7 +30,8 @@ def fit_nonnegative(
 
 
 def solve_nonnegative(matrix_PP: np.ndarray, wanted_P: np.ndarray) -> np.ndarray:
-    """c >= 0 that minimises c . matrix c / 2 - wanted . c (Lawson and Hanson's active set); the matrix is definite."""
+    """Returns the c >= 0 that minimizes c . matrix c / 2 - wanted . c, for a definite matrix (Lawson and Hanson's
+    active set)."""
     scale_P = 1 / np.sqrt(np.diag(matrix_PP))
     matrix_PP, wanted_P = matrix_PP * scale_P * scale_P[:, None], wanted_P * scale_P
     solution, free = np.zeros(len(wanted_P)), np.zeros(len(wanted_P), dtype=bool)

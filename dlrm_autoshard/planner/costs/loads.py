@@ -25,8 +25,8 @@ NUM_FEATURES = 1 + _NUM_LOADS + _NUM_LOADS * (_NUM_LOADS + 1) // 2
 
 
 def log_loads(summary_NK: np.ndarray) -> np.ndarray:
-    """[..., L] natural logarithms: of the number of tables that count, of all tables (kernels may be launched by table,
-    however light it is), ids, bytes read and bytes of different rows."""
+    """Returns natural logarithms [..., L] of the effective number of tables, of all tables (kernels may be launched
+    per table, however light), and of ids, bytes read and bytes of distinct rows."""
     loads = np.empty((*summary_NK.shape[:-1], _NUM_LOADS), dtype=summary_NK.dtype)
     loads[..., 0] = tables_that_count(summary_NK)
     loads[..., 1] = np.maximum(summary_NK[..., 0], 1.0)
@@ -35,14 +35,14 @@ def log_loads(summary_NK: np.ndarray) -> np.ndarray:
 
 
 def many(log_NL: np.ndarray) -> np.ndarray:
-    """[...] 0 of a table alone, which nothing is fused with, towards 1 of many that cost alike."""
+    """Returns [...] from 0, for a table alone, which is fused with nothing, towards 1 for many tables of equal cost."""
     found: np.ndarray = 1 - np.exp(-log_NL[..., 0])
     return found
 
 
 @dataclass(frozen=True)
 class LoadRange:
-    """Loads of the sets that were measured, [L] each: others are taken for the nearest of these."""
+    """The range of loads [L] of measured sets. Loads outside count as the nearest inside."""
 
     middle_L: np.ndarray
     low_L: np.ndarray
@@ -55,13 +55,13 @@ class LoadRange:
         return LoadRange(sets.mean(axis=0), sets.min(axis=0), sets.max(axis=0))
 
     def features(self, log_NL: np.ndarray) -> np.ndarray:
-        """[..., F], whose products are (1 + z . z' / 2) squared, z: loads beside those in the middle."""
+        """Returns [..., F], whose products are (1 + z . z' / 2) squared, where z are loads relative to the middle."""
         z = self._beside_the_middle(log_NL)
         products = z[..., _FIRST] * z[..., _SECOND] * _OF_PRODUCTS
         return np.concatenate([np.ones_like(z[..., :1]), z, products], axis=-1)
 
     def form(self, weights_FS: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-        """Returns a function that makes features @ weights of loads, without the features: for searches. In float32."""
+        """Returns a fast function, in float32, from loads to features @ weights, for searches."""
         constant_S, linear_LS, products_PS = np.split(weights_FS.astype(np.float32), [1, 1 + _NUM_LOADS])
         square_LSL = np.zeros((_NUM_LOADS, weights_FS.shape[1], _NUM_LOADS), dtype=np.float32)
         square_LSL[_FIRST, :, _SECOND] = products_PS * _OF_PRODUCTS[:, None]

@@ -21,10 +21,10 @@ Backward = Callable[..., np.ndarray]
 
 
 class Mlp:
-    """Linear layers with ReLU between them; weights [out, in] and biases [out] in turn in `parameters`.
+    """Linear layers with ReLU between them; `parameters` alternates weights [out, in] and biases [out].
 
-    final_relu: after the last layer, too. uniform: start within 1 / sqrt(inputs), biases too, as torch's layers do;
-    otherwise He et al. 2015 for all layers, biases 0.
+    final_relu: apply ReLU after the last layer, too. uniform: draw weights and biases within 1 / sqrt(inputs), as torch
+    does; otherwise He et al. 2015 with zero biases.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Mlp:
         return self.forward(inputs)[0]
 
     def forward(self, inputs: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[..., out] from [..., in], and the function that takes a gradient back; for one `backward` at most."""
+        """Returns [..., out] for [..., in], and the function that takes a gradient back, for a single `backward`."""
         # As one matrix: numpy multiplies a stack of small ones one by one.
         values = [inputs.reshape(-1, inputs.shape[-1])]
         last = len(self.parameters) // 2 - 1
@@ -78,7 +78,7 @@ class Mlp:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015) with its usual constants, on all networks' weights at once."""
+    """Adam (Kingma and Ba 2015) with its usual constants, over all networks' parameters."""
 
     def __init__(self, *nets: Mlp) -> None:
         self.nets = nets
@@ -110,12 +110,12 @@ class Adam:
 
 
 def weights_to_json(nets: Mapping[str, Mlp]) -> dict[str, Any]:
-    """Named as torch names the weights of a Sequential: `net.0.weight`, `net.0.bias`, `net.2.weight`, ..."""
+    """Returns weights under torch's names for a Sequential: `net.0.weight`, `net.0.bias`, `net.2.weight`, ..."""
     return {name: array.tolist() for name, array in _named(nets)}
 
 
 def load_weights(nets: Mapping[str, Mlp], record: Mapping[str, Any]) -> None:
-    """FormatError where `record` lacks a network or is of networks of other sizes."""
+    """Loads all networks; raises FormatError if `record` lacks one or has other sizes."""
     for name, array in _named(nets):
         array[...] = array_like(record, name, array)
 

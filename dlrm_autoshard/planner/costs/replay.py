@@ -47,8 +47,8 @@ class CommsRecord(TypedDict):
 
 @dataclass(frozen=True)
 class ShardSample:
-    """Measured computation of one fused shard. batch_size: samples looked up per table (the global batch). noise:
-    relative spread of the repeated measurement."""
+    """The measured computation of one fused shard. batch_size: samples looked up per table (the global batch).
+    noise: relative spread of repeated measurements."""
 
     tables: tuple[TableConfig, ...]
     stats: tuple[TableStats, ...]
@@ -75,8 +75,8 @@ class ShardSample:
 
 @dataclass(frozen=True)
 class CommsSample:
-    """Measured exchange on each rank, waiting excluded. dims: sum of embedding dims that each rank owns. hosts: number
-    of each rank's host; None: all ranks are on one."""
+    """A measured exchange on each rank, without waiting. dims: sum of embedding dims per rank. hosts: each rank's
+    host; None: one host."""
 
     dims: tuple[float, ...]
     batch_size: int
@@ -103,7 +103,7 @@ class CommsSample:
 
 
 def shards_of(profile: StepProfile) -> list[ShardSample]:
-    """One sample a rank that owns tables."""
+    """Returns one sample per rank that owns tables."""
     samples, shards = [], list(zip(*profile.shards, strict=True))
     for rank in range(profile.plan.world_size):
         own = [pair for pair in shards if profile.plan.rank_of[pair[0].name] == rank]
@@ -132,10 +132,10 @@ def comms_of(profile: StepProfile) -> CommsSample:
 
 
 class ReplayBuffer:
-    """Bounded store of measurements, oldest first.
+    """A bounded store of measurements, oldest first.
 
-    Start-up samples are kept as long as there is room (they are clean and cover many table sets). Of training's own
-    profiles, and of the plans that they are of, each counts 0.8 of its successor, because data and machines drift.
+    Start-up samples are kept while there is room: they are clean and cover many table sets. Each training profile, and
+    each plan, counts 0.8 of its successor, because data and machines drift.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ class ReplayBuffer:
             del self.profiles[older.index(max(older, key=older.count))]
 
     def weighted_profiles(self) -> Iterator[tuple[StepProfile, float]]:
-        """Profiles with their weights. All of the newest plan's weigh 1 together, of the one before 0.8, and so on: the
-        live plan, measured again and again, says nothing new of how others compare."""
+        """Returns profiles with their weights. Those of the newest plan sum to 1, of the one before to 0.8, and so
+        on, because repeated measurements of the live plan tell nothing new about others."""
         plans = [profile.plan.fingerprint for profile in self.profiles]
         newest_first = list(dict.fromkeys(reversed(plans)))
         for number, (profile, plan) in enumerate(zip(self.profiles, plans, strict=True)):

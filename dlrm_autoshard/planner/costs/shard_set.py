@@ -18,7 +18,7 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 class ShardSet:
-    """`members_NM`: index lists into the different tables, padded with the number of tables."""
+    """Measured shards as arrays. members_NM: indices of their tables, padded with the number of tables."""
 
     def __init__(self, samples: Sequence[ShardSample]) -> None:
         number: dict[tuple[TableConfig, TableStats, int], int] = {}
@@ -49,7 +49,7 @@ class ShardSet:
         self.members_NM = np.array([row + [len(number)] * (width - len(row)) for row in members])
 
     def sum_over_tables(self, values_RK: np.ndarray) -> np.ndarray:
-        """[N, K]: each shard's sum over its tables."""
+        """Returns [N, K]: each shard's sum over its tables."""
         padded = np.concatenate([values_RK, np.zeros_like(values_RK[:1])])
         summed = np.zeros((len(self.members_NM), values_RK.shape[1]), dtype=values_RK.dtype)
         for column_N in self.members_NM.T:
@@ -57,7 +57,7 @@ class ShardSet:
         return summed
 
     def batch(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tables that occur among the chosen shards, [N, R] 1 where a shard has the table)."""
+        """Returns the tables that occur in the chosen shards, and [N, R], 1 where a shard has a table."""
         members_NM = self.members_NM[chosen]
         inside_NR = np.zeros((len(chosen), len(self.features_RF) + 1), dtype=np.float32)
         inside_NR[np.arange(len(chosen))[:, None], members_NM] = 1.0

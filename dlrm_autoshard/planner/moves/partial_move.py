@@ -25,7 +25,7 @@ MOST_WEIGHED = 40
 def moving_bytes(
     plan: ShardingPlan, target: ShardingPlan, bytes_of: Mapping[str, int], tables: Sequence[TableConfig]
 ) -> dict[str, int]:
-    """Returns the bytes of each table that move, all of its parts. bytes_of: whole tables' bytes."""
+    """Returns the bytes that move of each table, over all its shards. bytes_of: bytes of whole tables."""
     wholes, found = {table.name: table for table in tables}, dict[str, int]()
     for move in plan.moves_to(target):
         shard, whole = move.shard, wholes[move.shard.table]
@@ -37,9 +37,9 @@ def moving_bytes(
 
 
 def movable(task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int) -> PlacementTask:
-    """Returns the task with tables pinned where they are that no move can carry, by themselves (by halves, where they
-    may be split) or with those that they must stay with: only what parts can reach is worth searching for.
-    PlanError where that is all of them."""
+    """Returns the task with tables pinned that no single move can carry, alone (by halves if they may be split) or
+    with the tables that must stay with them, so that a search finds only what is reachable. PlanError if this pins
+    all of them."""
     now, stay = task.split_as(plan), dict[str, int]()
     groups = _groups(list(plan.tables), task.constraints)
     size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
@@ -70,11 +70,13 @@ def first_part(
     legal: Callable[[ShardingPlan], bool],
     constraints: Constraints = Constraints(),
 ) -> ShardingPlan | str:
-    """Training goes on between the parts, so each is a plan of its own: legal, and by prediction not slower than now.
-    bytes_of: what moves of each table, all of its parts, which is split or merged at once.
+    """Returns the part of the way to `target` that moves first, or why there is none. Training continues between parts,
+    so each part is a legal plan that is predicted to be no slower than now. bytes_of: bytes that move of each table;
+    all shards of a table are split or merged at once.
 
-    Tables go one after another, each time the one whose move leaves the least cost; where none may go alone (two
-    full ranks swap), two at once. The best of the plans on the way is the part."""
+    Tables move one by one, each time the one that leaves the least cost; two at once if none may move alone (two full
+    ranks swap). The part is the best plan on the way.
+    """
     groups = _groups(list(dict.fromkeys(move.shard.table for move in plan.moves_to(target))), constraints)
     too_large = [group for group in groups if _size(group, bytes_of) > max_bytes]
     if not groups:
@@ -108,7 +110,7 @@ def _steps(
     bytes_of: Mapping[str, int],
     legal: Callable[[ShardingPlan], bool],
 ) -> Iterable[Group]:
-    """Yields what may move next: groups, or pairs of them where no single one may."""
+    """Yields groups that may move next, or pairs of groups if no single one may."""
     pairs = (one + other for one, other in itertools.combinations(waiting, 2))
     for choices in (waiting, pairs):
         found = [

@@ -18,8 +18,8 @@ AS_CHEAP = 1e-3
 
 
 def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, current: ShardingPlan) -> np.ndarray:
-    """Exchanges names of two ranks after another, always the pair that saves most bytes, as long as the plan stays
-    legal and as cheap. current: where everything is now, however it is split."""
+    """Exchanges the names of pairs of ranks, each time the pair that saves most bytes, while the plan stays legal
+    and as cheap. current: where everything is now, however it is split."""
     units, most_ms = task.units, costs.step_ms(rank_U) * (1 + AS_CHEAP)
     refused: set[tuple[int, int]] = set()
     stays_WW = np.zeros((task.world_size, task.world_size))

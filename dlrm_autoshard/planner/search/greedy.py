@@ -35,13 +35,13 @@ def heuristic(task: PlacementTask, name: str, generator: np.random.Generator) ->
 
 
 def greedy(task: PlacementTask, name: str) -> np.ndarray:
-    """One rank a unit by the heuristic `name`, a key of KEYS."""
+    """Returns a rank per unit by the heuristic `name`, a key of KEYS."""
     key_T = np.array([KEYS[name](table, stats) for table, stats in zip(task.tables, task.stats, strict=True)])
     return balance(task, task.units.sum_over_tables(key_T))
 
 
 def balance(task: PlacementTask, key_U: np.ndarray) -> np.ndarray:
-    """Spreads `key_U` over the ranks as evenly as a longest-first greedy does; a slow rank gets less."""
+    """Spreads `key_U` over ranks as evenly as longest-first greedy does; slow ranks get less."""
     slowness_W = 1.0 / np.array(task.topology.speed or [1.0] * task.world_size)
     by_key = np.argsort(-key_U, kind="stable")
     by_bytes = np.argsort(-task.units.bytes_U, kind="stable")
@@ -53,7 +53,7 @@ def balance(task: PlacementTask, key_U: np.ndarray) -> np.ndarray:
 
 
 def random_placement(task: PlacementTask, generator: np.random.Generator) -> np.ndarray:
-    """Each unit, in random order, on a random rank among the legal ones."""
+    """Places units in random order on random legal ranks."""
     room = Room(task.units)
     for unit in generator.permutation(len(task.units)):
         legal = np.flatnonzero(room.legal_W(int(unit)))
@@ -80,7 +80,7 @@ def _greedy_pass(
 
 
 def _even_out(task: PlacementTask, rank_U: np.ndarray, key_U: np.ndarray, slowness_W: np.ndarray) -> np.ndarray:
-    """Moves units off the most loaded rank while that lowers the larger of the two loads."""
+    """Moves units off the most loaded rank while the larger of the two loads falls."""
     room = Room(task.units, rank_U)
     load_W = np.bincount(rank_U, weights=key_U, minlength=task.world_size)
     for _ in range(4 * len(key_U)):

@@ -19,11 +19,11 @@ MOST_RANKS = 8
 
 
 class StageLoads:
-    """How loaded ranks are, in one number that adds up over stages: each stage's ms over an even share of its work, to
-    the eighth power, weighted with the share.
+    """Measures how loaded ranks are by one number that adds up over stages: each stage's ms over an even share of its
+    work, to the eighth power, weighted by the share.
 
-    The step is the sum over stages of the slowest rank, so a rank should be filled in all stages at once; the power
-    makes the fullest stage count most (vector scheduling by a norm: Chekuri and Khanna 2004).
+    A step is the sum over stages of the slowest rank, so a rank should be filled in all stages at once; the power makes
+    the fullest stage count most (vector scheduling by a norm: Chekuri and Khanna 2004).
     """
 
     def __init__(self, alone_U4: np.ndarray, empty_4: np.ndarray, ranks: int) -> None:
@@ -32,7 +32,7 @@ class StageLoads:
         self.weight_4 = self.share_4 / self.share_4.sum()
 
     def __call__(self, ms: np.ndarray) -> np.ndarray:
-        """[...] of [..., 4] ms."""
+        """Returns [...] of ms [..., 4]."""
         load = ms / self.share_4
         for _ in range(3):
             load *= load
@@ -41,7 +41,7 @@ class StageLoads:
 
 
 def greedy_on_cost(task: PlacementTask, costs: TaskCosts) -> np.ndarray:
-    """[U] ranks: costliest unit first, each to the rank whose `StageLoads` rise least by taking it."""
+    """Returns ranks [U]: costliest unit first, each to the rank whose `StageLoads` rise least."""
     units, room, everywhere = task.units, Room(task.units), np.arange(task.world_size)
     sums_WK = np.zeros((task.world_size, costs.summary_UK.shape[1]), dtype=np.float32)
     ms_W4 = costs.stage_ms(sums_WK, everywhere)

@@ -38,7 +38,7 @@ def improve(
     deadline: float | None = None,
     most_moves: int | None = None,
 ) -> np.ndarray:
-    """The best of `optima`."""
+    """Returns the best of `optima`."""
     best_U, *_ = optima(task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves)
     return best_U
 
@@ -54,13 +54,13 @@ def optima(
     most_moves: int | None = None,
     moving: Moving | None = None,
 ) -> list[np.ndarray]:
-    """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best. All
-    placements that it ended at, each once, the best first. moving: what counts beside the step, if anything.
+    """Returns the distinct placements at which local search ends, best first: from a legal placement, then `kicks`
+    times from a shaken copy of the best. moving: what counts besides the step, if anything.
 
-    The step takes the sum over stages of the slowest rank, and over directions of the slowest host's link, so only such
-    ranks are worth relieving: a round takes each of them, evaluates every move of one of its units to another rank and
-    the promising swaps, and takes the best. When none helps, units that moved for nothing return, where moving counts;
-    then a few random kicks are tried from the best placement so far.
+    The step is the sum over stages of the slowest rank, and over directions of the slowest host's link, so only such
+    ranks are worth relieving. A round takes each of them, evaluates every move of one of its units to another rank and
+    the promising swaps, and makes the best. When none helps, units that moved in vain return, if moving counts; then
+    random kicks are tried from the best placement so far.
     """
     alone_U = costs.alone_ms()
     best = _Search(task, costs, rank_U, alone_U, moving)
@@ -80,30 +80,31 @@ def optima(
 
 
 def deadline_in(seconds: float | None) -> float | None:
-    """None: there is no end."""
+    """Returns the time in so many seconds; None for no limit."""
     return None if seconds is None else time.perf_counter() + seconds
 
 
 def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
-    """Whether there is no time left, or less than what is needed next."""
+    """Returns whether less time is left than the next step needs."""
     return deadline is not None and time.perf_counter() + needed_seconds > deadline
 
 
 def search(
     task: PlacementTask, costs: TaskCosts, *, kicks: int = 20, seed: int = 0, deadline: float | None = None
 ) -> np.ndarray:
-    """The `search` algorithm: greedy on cost, then local search; any feasible plan where greedy found none."""
+    """Runs the `search` algorithm: greedy on cost, then local search; starts from any feasible plan if greedy finds
+    none."""
     start = greedy_on_cost(task, costs)
     return improve(task, costs, start, kicks=kicks, seed=seed, deadline=deadline)
 
 
 class _Search:
-    """A placement, what each rank's stages cost under it, and the steps that make it better."""
+    """A placement with the ms of each rank's stages, and the changes that improve it."""
 
     def __init__(
         self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, alone_U: np.ndarray, moving: Moving | None
     ) -> None:
-        """alone_U: `TaskCosts.alone_ms`."""
+        """Starts from a placement. alone_U: `TaskCosts.alone_ms`."""
         self.task, self.costs, self.moving = task, costs, moving
         self.alone_U = alone_U
         self.room = Room(task.units, rank_U)
@@ -122,7 +123,7 @@ class _Search:
 
     @property
     def total_ms(self) -> float:
-        """ms of a step, with its share of what moving costs."""
+        """Returns the step's ms including its share of the cost of moving."""
         return self.step_ms + (0.0 if self.moving is None else self.moving.total_ms(self.room.rank_U))
 
     def descend(self, deadline: float | None, most_moves: int | None = None) -> None:
@@ -136,7 +137,7 @@ class _Search:
                 return
 
     def _relieve(self, source: int) -> bool:
-        """Makes the best move or swap of a unit of `source`; False where none helps."""
+        """Makes the best move or swap of a unit of `source`; returns False if none helps."""
         here = np.flatnonzero(self.room.rank_U == source)
         others = self._destinations(source)
         if len(here) == 0 or len(others) == 0:
@@ -190,8 +191,8 @@ class _Search:
         return False
 
     def _send_home(self) -> bool:
-        """Returns the unit whose return saves most of what moving costs, beyond what steps take longer; False where
-        none does."""
+        """Returns the unit whose return saves most of the cost of moving, beyond what it adds to steps; False if
+        there is none."""
         if self.moving is None:
             return False
         rank_U, home_U = self.room.rank_U, self.moving.home_U
@@ -213,7 +214,7 @@ class _Search:
     def _ms_after(
         self, source: int, change_NK: np.ndarray, to: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Returns ms ([N, 4] of `source`, [N, 4] of ranks `to`, [N, H, 2] of hosts' links, [N] of the step), once
+        """Returns ms ([N, 4] of `source`, [N, 4] of ranks `to`, [N, H, 2] of hosts' links, [N] of the step) after
         summaries `change_NK` have gone from `source` to `to`."""
         sums_NK = np.concatenate([self.sums_WK[source] - change_NK, self.sums_WK[to] + change_NK])
         ranks_N = np.concatenate([np.full(len(to), source), to])
@@ -239,7 +240,7 @@ class _Search:
         return fits
 
     def _slowest_without(self, source: int) -> np.ndarray:
-        """[W, 4]: for each rank `to`, the slowest of each stage among ranks other than `source` and `to`."""
+        """Returns [W, 4]: for each rank `to`, the ms of each stage's slowest rank other than `source` and `to`."""
         rest = self.ms_W4.copy()
         rest[source] = 0.0
         slowest = rest.argmax(axis=0)
@@ -251,7 +252,7 @@ class _Search:
         return without
 
     def _apply(self, source: int, out: int, to: int, back: int) -> bool:
-        """Does it, unless groups that must stay apart forbid it."""
+        """Makes the change unless it would put groups together that must stay apart."""
         room = self.room
         room.remove(out)
         if back >= 0:
@@ -267,7 +268,7 @@ class _Search:
         return legal
 
     def shake(self, generator: np.random.Generator) -> None:
-        """Sends two or three random units to random legal ranks."""
+        """Moves two or three random units to random legal ranks."""
         for unit in generator.choice(
             len(self.alone_U), size=min(int(generator.integers(2, 4)), len(self.alone_U)), replace=False
         ):

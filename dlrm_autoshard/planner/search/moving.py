@@ -16,8 +16,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 
 @dataclass(frozen=True)
 class Moving:
-    """ms_UW: of each step, for what of a unit is not on a rank yet. home_U: the rank that has most of each, also where
-    moving costs nothing."""
+    """The cost of moving. ms_UW: ms per step for the bytes of a unit that are not on a rank yet. home_U: the rank
+    that has most of each unit, even if moving is free."""
 
     ms_UW: np.ndarray
     home_U: np.ndarray
@@ -37,7 +37,7 @@ class Moving:
 
 
 def held_bytes(task: PlacementTask, current: ShardingPlan) -> np.ndarray:
-    """[T, W] of each shard that lie on each rank under `current`, however that splits its table."""
+    """Returns [T, W]: bytes of each shard that are on each rank under `current`, however it splits the table."""
     bytes_TW = np.zeros((len(task.tables), task.world_size))
     for row, table in zip(bytes_TW, task.tables, strict=True):
         shard = table.shard

@@ -43,7 +43,7 @@ CostsOf = Callable[[PlacementTask], TaskCosts]
 
 @dataclass(frozen=True)
 class Splitted:
-    """A way to split, with a placement of the shards and what it is predicted to cost."""
+    """A way to split, a placement of its shards, and the predicted step."""
 
     task: PlacementTask
     costs: TaskCosts
@@ -52,8 +52,8 @@ class Splitted:
 
 
 def fitting(task: PlacementTask) -> PlacementTask:
-    """The task, cut as it asks, where a legal plan exists, else with its largest tables split until one does.
-    PlanError, of the task as it was asked, where splits as allowed bring none: with what to set for some that would."""
+    """Returns the task, cut as its constraints need, if a legal plan exists, else with its largest tables split
+    until one does. PlanError if allowed splits find none, with settings that would."""
     asked, task = task.splits, task.cut
     if task.topology.memory_bytes is None:
         return task
@@ -75,8 +75,7 @@ def fitting(task: PlacementTask) -> PlacementTask:
 
 
 def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None = None) -> PlacementTask | None:
-    """With its largest shards halved, by columns or by rows, until a legal plan exists; None where none is found.
-    Halves take no less."""
+    """Halves the largest shards, by columns or by rows, until a legal plan exists; returns None if none is found."""
     for _ in range(most or MOST_HALVINGS * task.world_size):
         by_bytes = sorted(task.names, key=lambda name: -task.table_bytes[name])
         halved = next((half for name in by_bytes if (half := task.split(name, rows=rows)) is not None), None)
@@ -93,11 +92,11 @@ def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None 
 def split_search(
     task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None
 ) -> list[Splitted]:
-    """Ways to split that beat the task as it is under the placement `rank_U`, best first; none where none does.
+    """Returns ways to split that beat the unsplit task under the placement `rank_U`, best first.
 
-    First tables are cut as seldom as leaves no part too costly; then those that make ranks slow are cut otherwise. The
-    parts go where they cost least, and a few moves tell which ways are worth a local search; where it gains little, the
-    best gets a placement anew. Splits by rows, where they may be, must save `ROWS_SURE` more.
+    It first cuts tables as seldom as leaves no shard too costly, then cuts those that make ranks slow in other ways.
+    Shards go where they cost least, and a few moves tell which ways are worth a local search; if that gains little, the
+    best is placed anew. Splits by rows must save `ROWS_SURE` more.
     """
     costs = costs_of(task)
     start = best = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
@@ -108,7 +107,7 @@ def split_search(
         return one.step_ms * (1 + ROWS_SURE * ranged)
 
     def placed(ways: Iterable[PlacementTask], node: Splitted, patience: float = math.inf) -> Iterator[Splitted]:
-        """Ends where so many ways in a row cost more than one before."""
+        """Yields the ways, placed; stops after so many in a row cost more than one before."""
         least_ms, in_vain = math.inf, 0
         for way in ways:
             if in_vain >= patience or late(deadline):
@@ -137,8 +136,9 @@ def split_search(
 
 
 def fewest_cuts(task: PlacementTask, costs_of: CostsOf, *, rows: bool) -> Iterator[PlacementTask]:
-    """Yields the task with one cut more of its costliest part, then two, three, and ever more at once, until parts are
-    small or a cut does not make them cheaper. rows: cuts are by rows where that is surely cheaper than by columns."""
+    """Yields the task with its costliest shard cut once more, then two, three and ever more shards at once, until
+    shards are small or cuts do not make them cheaper. rows: cut by rows where that is surely cheaper than by
+    columns."""
 
     def alone_ms(parts: Iterable[TableConfig]) -> dict[TableConfig, float]:
         alone = task.unconstrained.with_shards(list(dict.fromkeys(parts)))
@@ -168,7 +168,7 @@ def fewest_cuts(task: PlacementTask, costs_of: CostsOf, *, rows: bool) -> Iterat
 
 
 def _other_cuts(node: Splitted) -> Iterator[PlacementTask]:
-    """Yields the task with each piece that makes a rank slow cut in other ways."""
+    """Yields the task with each table that makes a rank slow cut in other ways."""
     task, piece_of = node.task, {part.name: piece for piece in node.task.pieces for part in piece.parts}
 
     def others(task: PlacementTask, name: Shard) -> list[tuple[TableConfig, ...]]:
@@ -182,8 +182,7 @@ def _other_cuts(node: Splitted) -> Iterator[PlacementTask]:
 def costly_shards(
     node: Splitted, may_cut: Callable[[PlacementTask, Shard], object] = PlacementTask.halves
 ) -> Iterator[Shard]:
-    """Yields for each stage the shard of the slowest rank that is costliest in this stage and may be cut: halved,
-    where nothing else is said."""
+    """Yields for each stage the slowest rank's costliest shard that may be cut (by default: halved)."""
     task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
     rank_T = node.rank_U[task.units.unit_of_T]
@@ -199,7 +198,7 @@ def costly_shards(
 
 
 def placed_beside(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
-    """Places the new parts of `halved` beside what stays in `node`, with a few moves; None where nothing is legal."""
+    """Places the new shards of `halved` beside those of `node`, with a few moves; returns None if nothing is legal."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
     rank_U = np.array([rank_of.get(halved.names[members[0]], -1) for members in halved.units.members])
     room, sums_WK = Room(halved.units, rank_U), costs.sums(rank_U)
@@ -220,12 +219,12 @@ def placed_beside(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadl
 
 
 def searched(child: Splitted, deadline: float | None) -> Splitted:
-    """Local search from its placement."""
+    """Runs local search from the node's placement."""
     best_U = improve(child.task, child.costs, child.rank_U, deadline=deadline)
     return replace(child, rank_U=best_U, step_ms=child.costs.step_ms(best_U))
 
 
 def _searched_anew(child: Splitted, deadline: float | None) -> Splitted:
-    """Itself, or what local search makes of a placement made anew, where that is better."""
+    """Returns the better of the node and local search from a fresh placement."""
     anew = searched(replace(child, rank_U=greedy_on_cost(child.task, child.costs)), deadline)
     return min(child, anew, key=lambda one: one.step_ms)
