@@ -14,12 +14,12 @@ from dlrm_autoshard.tables import Shard
 
 
 def reshards(settings: AutoshardConfig, world_size: int) -> bool:
-    """Whether tables may move while training goes on."""
+    """Returns whether tables may move during training."""
     return settings.enabled and settings.reshard.enabled and world_size > 1
 
 
 def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int) -> None:
-    """PlanError that names the key, where one names a table or a rank that does not exist."""
+    """Raises PlanError with the key if a setting names a table or a rank that does not exist."""
     named = {"pinned": list(settings.pinned)}
     named |= {key: [table for group in getattr(settings, key) for table in group] for key in ("together", "apart")}
     for key, names in named.items():
@@ -44,7 +44,7 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
 
 
 def memory_asked(settings: AutoshardConfig, world_size: int) -> tuple[int, ...] | None:
-    """Returns the bytes for tables on each rank, where the settings say so."""
+    """Returns the bytes for tables on each rank if the settings give them, else None."""
     gib = settings.memory_gib
     if gib is None:
         return None
@@ -64,8 +64,7 @@ def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Spl
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:
-    """Returns the plan of a file, which must respect memory and constraints (PlanError names it); without one,
-    round-robin."""
+    """Returns the plan of a file, or round-robin without one. PlanError if it breaks memory limits or constraints."""
     if placement is None or placement == "round_robin":
         return round_robin(task.names, task.topology)
     plan = ShardingPlan.load(Path(placement))

@@ -42,7 +42,8 @@ LOG = logging.getLogger("dlrm_autoshard")
 
 
 class Autoshard:
-    """Statistics come from the first step's ids, on which the first plan rests; tables move to it after that step."""
+    """Plans tables, profiles steps and moves tables in a custom training loop. The first step's ids give the
+    statistics for the first plan, to which tables move after that step."""
 
     def __init__(
         self,
@@ -57,17 +58,16 @@ class Autoshard:
         quiet: bool = False,
         **settings: Any,
     ) -> None:
-        """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers;
-        None: 20, and the more the longer nothing changes.
+        """every_steps: steps between decisions. sample_every: steps between sampled steps, whose stages are timed with
+        barriers; None: 20, rising while nothing changes.
 
-        total_steps: of the whole training, which the first plan and each move must pay for themselves in; where it is
-        not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
-        there after the next step, in the same run_dir, with the bags' own state loaded. planned: what the live plan
-        rests on, where it was planned by measurements before; else a plan is made after the first step. quiet: no lines
-        on rank 0 (one at the start, one a decision: by Python's logging where the program shows that, else on stderr).
-        settings: the
-        other keys of the YAML's `autoshard:` section; with enabled=False it only profiles: tables stay where
-        they are, unless a `placement` is named.
+        total_steps: of the whole training, within which the first plan and each move must pay for themselves; None: as
+        many steps are expected to come as have been done. state: from `state_dict()`, to resume after the next step in
+        the same run_dir, with the bags' own state loaded. planned: what the live plan rests on if it was already
+        planned by measurements; otherwise a plan is made after the first step. quiet: print no lines on rank 0 (by
+        default one at the start and one per decision, by Python's logging if the program shows it, else on stderr).
+        settings: other keys of the YAML's `autoshard:` section; with enabled=False it only profiles, and tables stay
+        unless a `placement` is given.
         """
 
         def parsed() -> Config:
@@ -103,8 +103,8 @@ class Autoshard:
             self.steps = state["steps"]
 
     def step(self) -> Decision | None:
-        """Counts an optimizer step, after it, on every rank. Returns the decision, where one was due: tables may have
-        moved."""
+        """Counts an optimizer step; call it after each, on every rank. Returns the decision if one was due, in which
+        case tables may have moved."""
         self._step.close()
         if self._samples == 0:
             raise UserError("Autoshard.step() was called before the embeddings were looked up in training.")
@@ -130,7 +130,7 @@ class Autoshard:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves out time between steps that is not training (an evaluation, a checkpoint). Pauses may be nested."""
+        """Excludes time between steps that is not training (an evaluation, a checkpoint). May be nested."""
         outer, self._paused = self._paused, True
         started = time.perf_counter()
         try:
@@ -142,8 +142,8 @@ class Autoshard:
                 self._intervals.exclude(time.perf_counter() - started)
 
     def finish(self) -> Path | None:
-        """Writes the report of the intervals so far; returns its path, on rank 0. Where it cannot be drawn, None, and a
-        warning says why."""
+        """Writes the report of the intervals so far and returns its path on rank 0; None, with a warning, if it
+        cannot be drawn."""
         self._step.close()
         if self._runtime.rank or not epochs_file(self.run_dir).exists():
             return None
@@ -155,8 +155,8 @@ class Autoshard:
         return path
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that was learned and decided, the same on every rank, as JSON; to be asked for at an interval's
-        end or before the first step. Collective. Measurements since the last interval are not in it."""
+        """Returns all that was learned and decided, as JSON, the same on every rank. Call it at an interval's end or
+        before the first step: measurements since the last interval are not included. Collective."""
         if self._intervals is None:
             return dict(self._state or {"steps": 0})
         state = {"steps": self.steps, "plan": self._bags.plan.to_json(), **self._intervals.state_dict()}
@@ -182,7 +182,7 @@ class Autoshard:
             self._intervals.observe(ids, batch_size * self._runtime.world_size)
 
     def _first_stats(self) -> tuple[TableStats, ...] | None:
-        """Returns all tables' statistics; None where tables have moved since they were looked up. Collective."""
+        """Returns all tables' statistics; None if tables have moved since the lookup. Collective."""
         by_rank = self._runtime.all_gather(self._observer.summary())
         seen = of_whole_tables(by_rank)
         tables = self._bags.sharded.tables
@@ -190,7 +190,7 @@ class Autoshard:
         return tuple(found) if len(found) == len(tables) else None
 
     def _start(self, stats: tuple[TableStats, ...]) -> Intervals:
-        """Moves tables to the first plan, which is the saved state's where that is for these ranks."""
+        """Moves tables to the first plan, or to the saved state's if it is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
         settings, optimizer = self.settings, sharded.config.optimizer
         stays = not settings.enabled and settings.placement is None

@@ -44,9 +44,9 @@ class ControllerRecord(TypedDict):
 
 
 class Controller:
-    """Decides on rank 0.
+    """Decides, on rank 0, whether tables move.
 
-    left: plans that tables have left, the newest last. Their costs are known best, so they stay candidates.
+    left: plans that tables have left, newest last; their costs are known best, so they stay candidates.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Controller:
         bytes_of: Mapping[str, int],
         log: DecisionLog,
     ) -> None:
-        """task: the tables on these ranks, with the constraints on plans. bytes_of: table -> bytes that a move carries.
-        log: takes each decision's record when it is made, and a move's again when its gain has been measured."""
+        """task: the tables on these ranks, with constraints. bytes_of: table -> bytes to move. log: gets each
+        decision's record when it is made, and a move's again when its gain is measured."""
         self.config, self.planner, self.task, self.bytes_of, self.log = config, planner, task, bytes_of, log
         most_gib = config.reshard.max_move_gib_per_step
         self._most_bytes = None if most_gib is None else int(most_gib * 2**30)  # that may move at a time
@@ -71,7 +71,7 @@ class Controller:
     # -- one interval --------------------------------------------------------------------------------------------------
 
     def decide(self, interval: Interval, plan: ShardingPlan) -> Decision:
-        """Returns the decision on an interval that ran under `plan`, the live one."""
+        """Returns the decision on an interval that ran under the live plan `plan`."""
         started, self._last_step = time.perf_counter(), interval.step
         self.history.intervals += not interval.early
         if self._last_move is not None and self._last_move.decision.new_plan != plan:
@@ -115,7 +115,7 @@ class Controller:
     def _looked(
         self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, when: Horizon
     ) -> Decision:
-        """Searches, with what was learned from the interval, and decides."""
+        """Searches with what the interval taught, and decides."""
         balance = self._balance(interval)
         error = prediction_error(self.planner.predict(task, plan), interval.profile.ranks)
         base = replace(base, balance_gain=balance, error_after=error)
@@ -130,8 +130,8 @@ class Controller:
         return base if choice.option is None else self._move(choice.option, base, task, interval, plan)
 
     def _candidates(self, task: PlacementTask, plan: ShardingPlan, when: Horizon, seconds: float) -> list[ShardingPlan]:
-        """Returns legal plans other than the live one that were not refused lately: where searches end, and plans that
-        were left."""
+        """Returns legal plans other than the live one that were not refused lately: where searches end, and plans
+        that were left."""
         # In each step that a plan will serve, the share of that step in moving a byte.
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, when.steps)
         reachable = task
@@ -150,7 +150,7 @@ class Controller:
     def options(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, plans: Sequence[ShardingPlan]
     ) -> list[Option]:
-        """Returns the parts of the whole step that plans may save, and what would travel."""
+        """Returns the fractions of the step that plans may save, and what would travel."""
         saved_DP = interval.planned_part * self.planner.saved(task, plan, plans)
         found = []
         for other, saved_D in zip(plans, saved_DP.T, strict=True):
@@ -163,7 +163,7 @@ class Controller:
     def _move(
         self, whole: Option, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan
     ) -> Decision:
-        """Returns the move to the option, or to the first part of it that is small enough: others follow after later
+        """Returns the move to the option, or to its first part that is small enough; others follow after later
         intervals."""
         option, part_of = whole, None
         if whole.parts > 1:
@@ -215,7 +215,7 @@ class Controller:
         return self._written(replace(pending.decision, action="refused", why=why, new_plan=None, old_plan=None))
 
     def _judge_last_move(self, task: PlacementTask, interval: Interval) -> None:
-        """Completes its record."""
+        """Completes the last move's record with its measured gain."""
         last, self._last_move = self._last_move, None
         if last is not None:
             self._written(last.judged(self.planner, task, interval))
@@ -237,8 +237,8 @@ class Controller:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> None:
-        """Takes a state, and takes back the log's later decisions, which will be made again. same_ranks: False where
-        the state comes from another number of ranks, and says nothing about these."""
+        """Loads a state and drops the log's later decisions, which will be made again. same_ranks: False if the
+        state is of another number of ranks, whose measurements say nothing about these."""
         record = checked(ControllerRecord, state, extra="ignore")
         last_move = None if record["last_move"] is None else LastMove.from_json(record["last_move"])
         if same_ranks:
@@ -252,7 +252,7 @@ class Controller:
             self._written(last_move.decision)
 
     def _known(self, plan: ShardingPlan) -> ShardingPlan:
-        """Returns the plan; FormatError where it places other tables."""
+        """Returns the plan; FormatError if it places other tables."""
         tables, known = set(plan.tables), set(self.bytes_of)
         if tables != known:
             raise FormatError(f"a plan is of other tables: {some_of(tables ^ known)}.")

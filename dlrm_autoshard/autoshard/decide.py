@@ -34,8 +34,8 @@ class MoveCost:
         return parts * self.fixed_seconds + num_bytes / self.bytes_per_second
 
     def learned(self, num_bytes: int, seconds: float) -> MoveCost:
-        """Returns the cost after a move that took so long. A small move tells the fixed part, a large one the
-        bandwidth; at least half of the time is credited to the part that it tells."""
+        """Returns the cost updated by a move that took so long. A small move tells the fixed time, a large one the
+        bandwidth; at least half of the time is credited to the one that it tells."""
         in_transit = num_bytes / self.bytes_per_second
         if in_transit < self.fixed_seconds:
             return MoveCost(self.bytes_per_second, max(seconds - in_transit, seconds / 2))
@@ -44,8 +44,8 @@ class MoveCost:
 
 @dataclass(frozen=True)
 class Option:
-    """A plan that tables could move to. saved_D: parts of the step that it may save, in draws of the unknown.
-    tables, bytes: what would travel, in `parts` moves."""
+    """A plan that tables could move to. saved_D: fractions of the step that it may save, in draws from the
+    posterior. tables, bytes: what would travel, in `parts` moves."""
 
     plan: ShardingPlan
     saved_D: np.ndarray
@@ -64,12 +64,12 @@ class Option:
 
     @property
     def surely(self) -> float:
-        """Gain that is exceeded with a probability of `SURE`."""
+        """Gain that is exceeded with probability `SURE`."""
         return float(np.quantile(self.saved_D, 1 - thresholds.SURE))
 
 
 class Horizon(NamedTuple):
-    """steps: to come in the job. min_gain, surely: parts of the step that a move must save in the mean, and surely."""
+    """steps: steps to come. min_gain, surely: fractions of the step that a move must save on average, and surely."""
 
     step_ms: float
     steps: int
@@ -81,9 +81,9 @@ class Horizon(NamedTuple):
 class History:
     """State that earlier looks and refusals leave for the next look.
 
-    look_seconds: duration of the last look. out_of_reach: part of the step that balance would save, but no plan that
-    the last look found; None after a change, until a whole interval has been searched. moved_at: number of intervals at
-    the last whole move. refused_at: plan fingerprint -> number of intervals when a rank could not take it.
+    look_seconds: duration of the last look. out_of_reach: fraction of the step that balance would save but no plan of
+    the last look did; None after a change, until a whole interval has been searched. moved_at: number of intervals at
+    the last whole move. refused_at: plan fingerprint -> number of intervals when a rank refused it.
     """
 
     intervals: int = 0
@@ -93,13 +93,14 @@ class History:
     out_of_reach: float | None = 0.0
 
     def why_not_look(self, balance: float, when: Horizon) -> str:
-        """Returns why nothing is searched for; "" where a search may gain much more than it takes. balance: part of the
-        step that perfect balance would save.
+        """Returns why no search is worth its time, or "" if one is. balance: fraction of the step that perfect balance
+        would save.
 
-        A search may gain what is new of the balance: for the rest the last one found no plan. So where nothing changes
-        all looks together take at most `LOOK_SHARE` of what balance would save in the job, and become ever rarer: of
-        several noisy intervals each is less likely than the one before to exceed all earlier ones. After a change the
-        plan rests on a few steps, the slow ones right after it, so a search may take more."""
+        A search may gain only what is new in the balance, as the last one found no plan for the rest. So while nothing
+        changes, all looks together take at most `LOOK_SHARE` of what balance would save in the job, and become ever
+        rarer: each noisy interval is less likely to exceed all earlier ones. After a change the plan rests on the few
+        slow steps right after it, so a search may take more.
+        """
         if when.steps <= 0:
             return "no steps are left"
         if balance < when.min_gain:
@@ -114,7 +115,7 @@ class History:
         return ""
 
     def search_seconds(self, balance: float, when: Horizon) -> float:
-        """Returns what a search may take."""
+        """Returns the seconds that a search may take."""
         share = thresholds.LOOK_SHARE_UNSURE if self.out_of_reach is None else thresholds.LOOK_SHARE
         return share * self._seconds_at_stake(balance, when)
 
@@ -122,17 +123,17 @@ class History:
         return max(0.0, balance - (self.out_of_reach or 0.0)) * when.step_ms / 1000 * when.steps
 
     def looked(self, seconds: float, balance: float, best_gain: float, *, early: bool) -> None:
-        """Remembers a look. best_gain: gain of the plan that saves most. early: the few steps of a new change tell too
-        little for what was not found to be out of reach."""
+        """Records a look. best_gain: gain of the best plan. early: the look rested on the few steps since a change,
+        too few to call anything out of reach."""
         self.look_seconds, self.out_of_reach = seconds, None if early else balance - max(0.0, best_gain)
 
     def refused_lately(self, plan: ShardingPlan) -> bool:
-        """Whether a rank refused the plan in the last intervals; later there may be memory for it."""
+        """Returns whether a rank refused the plan in the last intervals; later there may be memory for it."""
         return self._lately(self.refused_at.get(plan.fingerprint))
 
     def must_surely_save(self, min_gain: float) -> float:
-        """Returns what a move must surely save: more than nothing where tables have moved lately, so that noise does
-        not move them to and fro."""
+        """Returns what a move must surely save: 0, or `min_gain` soon after a move, so that noise does not move
+        tables to and fro."""
         return min_gain if self._lately(self.moved_at) else 0.0
 
     def _lately(self, at: int | None) -> bool:
@@ -140,7 +141,8 @@ class History:
 
 
 class Choice(NamedTuple):
-    """option: what to move to; None: stay, because of `why`. best: the option that saves most seconds, taken or not."""
+    """option: the plan to move to; None: stay, because of `why`. best: the option that saves most seconds, taken or
+    not."""
 
     option: Option | None
     best: Option
@@ -148,8 +150,8 @@ class Choice(NamedTuple):
 
 
 def decide(options: Sequence[Option], cost: MoveCost, when: Horizon) -> Choice:
-    """Returns the option that saves most seconds in the steps left, among those that save `min_gain` in the mean,
-    surely more than `surely`, and more than moving takes."""
+    """Returns the option that saves most seconds in the remaining steps, among those that save `min_gain` on
+    average, surely more than `surely`, and more than the move takes."""
     ordered = sorted(options, key=lambda one: _net_seconds(one, cost, when), reverse=True)
     reasons = [_reason_to_stay(one, cost, when) for one in ordered]
     for option, why in zip(ordered, reasons, strict=True):
@@ -187,5 +189,5 @@ def below_min_gain(balance: float, when: Horizon) -> str:
 
 
 def percent(part: float) -> str:
-    """Returns a part in words: '2%', '1.2%'."""
+    """Returns a fraction as text: '2%', '1.2%'."""
     return f"{100 * part:.1f}".removesuffix(".0") + "%"

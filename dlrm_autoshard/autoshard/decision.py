@@ -34,10 +34,11 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 class Interval:
     """Measurements of an interval that ends after `step`.
 
-    throughput: examples/s over all ranks. remaining_steps: steps to come. samples: number of steps whose stages were
-    timed; timed_SW4: ms of each. cores_S: for each timed step the least part of the time for which a rank had its core;
-    () where unknown. early: whether the interval began with a change in the ranks' times, and ended before its time.
-    gather_seconds: time for which training stood still until all this was known."""
+    throughput: examples/s over all ranks. remaining_steps: steps to come. samples: number of sampled steps; timed_SW4:
+    ms of each. cores_S: for each sampled step the smallest fraction of time in which a rank had its core; () if
+    unknown. early: whether the interval began with a change in the ranks' times and was cut short. gather_seconds: time
+    for which training paused to gather all this.
+    """
 
     epoch: int
     step: int
@@ -56,7 +57,7 @@ class Interval:
 
     @property
     def timed(self) -> TimedSteps:
-        """Returns the costs of its sampled steps; where they were not kept one by one, of the typical step."""
+        """Returns the costs of the sampled steps, or of the typical step if they were not kept one by one."""
         timed_S = self.timed_SW4.max(axis=1).sum(axis=1).tolist() or [step_cost_ms(self.profile.ranks)]
         lookups = [
             lookup_work(table.embedding_dim, stat.mean_pooling)
@@ -67,7 +68,7 @@ class Interval:
 
     @property
     def planned_part(self) -> float:
-        """Returns the part of the step in the stages that plans decide."""
+        """Returns the fraction of the step in the stages that plans decide."""
         return step_cost_ms(self.profile.ranks) / self.step_ms
 
 
@@ -78,15 +79,14 @@ def error_of_median(count: int) -> float:
 
 @dataclass(frozen=True)
 class Decision:
-    """One line of decisions.jsonl. Gains are parts of the step time saved: positive is faster.
+    """One line of decisions.jsonl. Gains are fractions of the step time saved; positive is faster.
 
-    why: the reason where tables stay; of a move, what else is to be said. new_plan, old_plan: what the ranks are to
-    adopt and to leave; None where they keep theirs. balance_gain: what perfect balance would save, given the ranks'
-    speeds (`costs.balance_gain`). error_before, error_after: of the cost model on the interval's
-    stages, before it had seen them and after. moves: what travelled, once it has. part_of: the larger move that this
-    one is a part of, in words. measured_low, measured_high: 90% interval of measured_gain; doubt: why that says nothing
-    (`move_worth.Worth`).
-    decide_seconds: for which training stood still to learn and decide, the move itself apart.
+    why: why tables stay, or a remark on a move. new_plan, old_plan: plans to adopt and to leave; None if tables stay.
+    balance_gain: what perfect balance would save, given the ranks' speeds (`costs.balance_gain`). error_before,
+    error_after: the cost model's error on the interval's stages before and after learning from it. moves: what
+    travelled, once it has. part_of: the larger move that this is a part of, in words. measured_low, measured_high: 90%
+    interval of measured_gain; doubt: why the gain is not known (`move_worth.Worth`). decide_seconds: pause of training
+    to learn and decide, without the move.
     """
 
     epoch: int
@@ -122,7 +122,7 @@ class Decision:
 
     @property
     def text(self) -> str:
-        """The decision in plain words, with its numbers."""
+        """Describes the decision in words and numbers."""
         if self.action in ("kept", "refused"):
             return f"{self.action}: {self.why}"
         verb = "moved" if self.action == "moved" else "moved back"
@@ -133,7 +133,7 @@ class Decision:
 
     @property
     def gains(self) -> str:
-        """'predicted gain 14.8%, measured 13.9% (11.2 to 16.6%)'; or why that is not known."""
+        """Returns 'predicted gain 14.8%, measured 13.9% (11.2 to 16.6%)', or why that is not known."""
         assert self.predicted_gain is not None
         predicted, measured = f"predicted gain {self.predicted_gain:.1%}", worth_in_words(vars(self))
         if self.doubt:
@@ -147,12 +147,12 @@ class Decision:
         return {**record, "bytes_moved": self.bytes_moved, "text": self.text, "plan": plan}
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields, as JSON."""
+        """Returns all fields as JSON."""
         return {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> Decision:
-        """FormatError names the key that is wrong."""
+        """Parses the fields; FormatError names a bad key."""
         plans: dict[str, Any] = {
             name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state.get(name)
         }
@@ -163,5 +163,5 @@ class Decision:
 
 
 def moving(tables: int, num_bytes: int) -> str:
-    """'7 tables, 412 MiB'"""
+    """Returns '7 tables, 412 MiB'."""
     return f"{count(tables, 'table')}, {gib(num_bytes)}"

@@ -41,7 +41,8 @@ from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 @dataclass(frozen=True)
 class Placement:
-    """task: what was placed, and where. planner, result: on rank 0 only, where a planner is used. why: for people."""
+    """The initial plan. task: the tables and ranks. planner, result: on rank 0 only, if a planner was used. why: the
+    reason, for people."""
 
     plan: ShardingPlan
     task: PlacementTask
@@ -50,7 +51,7 @@ class Placement:
     why: str
 
     def save(self, run_dir: Path, step: int) -> None:
-        """The plan and, where it was planned, on what evidence; rank 0's task."""
+        """Writes the plan and, if it was planned, the evidence for it; only rank 0 writes."""
         write_plan(run_dir, step, self.plan)
         if self.result is not None:
             known = {"step": step, "budget_bytes": self.task.topology.memory_bytes, **self.result.to_json()}
@@ -77,15 +78,15 @@ def place(
     on_host: bool = False,
     costs_dir: Path | None = None,
 ) -> Placement:
-    """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError, on every rank, before
-    anything is allocated, where tables do not fit.
+    """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError on every rank, before anything
+    is allocated, if tables do not fit.
 
-    find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
-    shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
-    interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
-    where it is for these ranks and legal; stays: in any case, for nothing moves. held_bytes: that tables take on this
-    rank already, and may take again. reserved_bytes: of each rank, for replicas. on_host: tables will lie in host
-    memory, beside a GPU too. costs_dir: for what is measured, where settings leave that open.
+    find_stats: returns each table's statistics; called on rank 0 once the settings are checked. batch_size: over all
+    ranks. shared_memory: whether ranks of a host exchange through it. steps: of the job, if known; interval_steps:
+    steps until the first resharding decision, which learns from steps for free. current: a plan to keep if it is legal
+    on these ranks; stays: keep it in any case, as nothing moves. held_bytes: bytes that tables already take on this
+    rank and may take again. reserved_bytes: per rank, for replicas. on_host: tables will lie in host memory, even
+    beside a GPU. costs_dir: directory for measurements if the settings name none.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
@@ -149,7 +150,7 @@ def place(
 
 
 def _why(settings: AutoshardConfig, world_size: int, settled: ShardingPlan | None, result: PlanResult | None) -> str:
-    """Returns why tables lie as they do, and whether they stay there. result: rank 0's."""
+    """Returns why tables lie where they do, and whether they stay there. result: rank 0's."""
     if world_size == 1:
         return "one rank holds all tables"
     stays = "tables may move while it trains"
@@ -168,8 +169,8 @@ def _why(settings: AutoshardConfig, world_size: int, settled: ShardingPlan | Non
 def find_topology(
     settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0, reserved_bytes: int = 0, *, on_host: bool = False
 ) -> Topology:
-    """Memory as configured, else each rank's share of what is free where its tables will be, and what they hold there,
-    without `reserved_bytes`; which ranks share a host. Collective."""
+    """Returns the ranks with their hosts and memory: as configured, else each rank's share of what is free where its
+    tables will be plus what they hold there, minus `reserved_bytes`. Collective."""
     device = torch.device("cpu") if on_host else runtime.device
     places = runtime.all_gather((host_id(), name_of(device)))
     if (memory := memory_asked(settings, runtime.world_size)) is None:

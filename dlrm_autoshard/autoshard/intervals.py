@@ -45,8 +45,8 @@ from dlrm_autoshard.tables import StatsRecord, TableStats
 
 
 class Mark(NamedTuple):
-    """A place in an interval: steps of the job before it, and since the interval began this rank's real samples in
-    steps that were not sampled out of turn, and their time."""
+    """A place in an interval: steps of the job before it and, since the interval began, this rank's real samples in
+    regular steps and their time."""
 
     step: int
     samples: int
@@ -54,9 +54,9 @@ class Mark(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An interval that has ended. record: the measurements, on rank 0. decision: the same on all ranks; where it has a
-    new plan, tables have moved, and ids on their way have other owners now. noticed: how the ranks' times have changed,
-    where the interval ended before its time and nothing is decided yet. seconds: time spent on ending it."""
+    """An interval that has ended. record: the measurements, on rank 0. decision: the same on all ranks; with a new
+    plan, tables have moved, and ids on their way have other owners now. noticed: how the ranks' times changed, if
+    the interval was cut short and nothing is decided yet. seconds: time spent on ending it."""
 
     record: IntervalProfile | None
     decision: Decision | None
@@ -80,7 +80,7 @@ class IntervalsRecord(TypedDict):
 
 class Intervals:
     """Splits a training loop into intervals. stats: the tables' newest statistics. batch_size: over all ranks.
-    resharding: None where tables stay."""
+    resharding: None if tables stay."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Intervals:
         placement: Placement,
         run_dir: Path,
     ) -> None:
-        """placement: how the tables came to lie as they do in `embeddings`, whose steps `clock` times."""
+        """placement: how tables came to lie as they do in `embeddings`. clock: times the steps."""
         self._runtime, self._embeddings, self._clock = runtime, embeddings, clock
         self._placement, self._run_dir = placement, run_dir
         self.batch_size = placement.task.batch_size
@@ -116,30 +116,30 @@ class Intervals:
     # -- what a training loop calls ----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Training starts, or starts again, with this step; the first are to warm up."""
+        """Starts, or restarts, training at this step; the first steps are warm-up."""
         self._watch.begin(step)
         self._open(step)
 
     def is_sampled(self, step: int) -> bool:
-        """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
+        """Returns whether this step's stages are timed, with barriers; such a step should have a whole batch."""
         return self._watch.is_sampled(step)
 
     def observe(self, ids: ArrivedIds, samples: int) -> None:
-        """A sampled step's ids. samples: real ones, over all ranks."""
+        """Records a sampled step's ids. samples: real samples over all ranks."""
         self._observer.observe(ids, samples)
 
     def exclude(self, seconds: float) -> None:
-        """Time that is not training (a checkpoint, an evaluation, what is told of a step) inside the interval."""
+        """Excludes time in the interval that is not training (a checkpoint, an evaluation, output)."""
         self._paused += seconds
 
     def after_step(
         self, number: int, step: int, samples: int, remaining_steps: int, *, whole: bool, tell: Callable[[Ended], None]
     ) -> None:
-        """Counts a training step. Ends the interval where it is whole, or where the ranks' times have changed, and
-        begins the next. Collective where it ends, and after sampled steps.
+        """Counts a training step; ends the interval if it is complete, or if the ranks' times have changed, and begins
+        the next. Collective when it ends, and after sampled steps.
 
-        number: of the epoch, or of the interval. step: steps done in all. samples: this rank's real ones of the last.
-        tell: hears of an interval that has ended, between the two; its time counts to neither.
+        number: of the epoch, or of the interval. step: steps done in all. samples: this rank's real samples of the last
+        step. tell: called between two intervals with the one that ended; its time counts to neither.
         """
         self._count(step, samples)
         if early := not whole and self._watch.is_due(self._clock.samples):
@@ -150,8 +150,7 @@ class Intervals:
     def end(
         self, number: int, step: int, remaining_steps: int, *, early: bool = False, tell: Callable[[Ended], None]
     ) -> None:
-        """Ends the interval, as `after_step` does, and begins the next. The loop's random numbers go on as if nothing
-        had been decided."""
+        """Ends the interval, as `after_step` does, and begins the next. The loop's random numbers are unaffected."""
         started = time.perf_counter()
         with random_numbers_kept(self._embeddings.device):
             record, decision = self._close(number, step, remaining_steps, early=early)
@@ -161,7 +160,7 @@ class Intervals:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _open(self, step: int, timed: int = 0, samples: int = 0, seconds: float = 0.0) -> None:
-        """Begins an interval. timed, samples, seconds: of steps that it has already, sampled ones and others."""
+        """Begins an interval. timed, samples, seconds: of steps that already belong to it, sampled ones and others."""
         self._plan = self._embeddings.plan
         self._clock.reset(keep=timed)
         self.first_step, self._timed, self._samples = step, self._clock.samples, samples
@@ -169,8 +168,8 @@ class Intervals:
         self._suspected = Mark(step, 0, 0.0)
 
     def _count(self, step: int, samples: int) -> None:
-        """Counts the last of `step` steps, with this rank's real samples in it. Collective where it was sampled. Begins
-        a new interval where somebody else has moved tables: earlier measurements are of another plan."""
+        """Counts the last of `step` steps, with this rank's real samples in it; collective if it was sampled. Begins
+        a new interval if somebody else has moved tables, as earlier measurements are of another plan."""
         if self._embeddings.plan is not self._plan and self._embeddings.plan != self._plan:
             if self._runtime.rank == 0:
                 write_plan(self._run_dir, step, self._embeddings.plan)
@@ -191,7 +190,7 @@ class Intervals:
                 self._observer.begin()  # times of after a change are no use beside lookups of before it
 
     def _cut(self, number: int, tell: Callable[[Ended], None]) -> None:
-        """Ends the interval where a change was first seen, and begins one of the steps since."""
+        """Ends the interval where a change was first seen, and begins one with the steps since."""
         started, mark, timed = time.perf_counter(), self._suspected, min(self._watch.unusual, self._clock.samples)
         samples, seconds = self._samples - mark.samples, self._seconds - mark.seconds
         if mark.step > self.first_step:
@@ -202,7 +201,8 @@ class Intervals:
     def _close(
         self, number: int, step: int, remaining_steps: int, *, early: bool
     ) -> tuple[IntervalProfile | None, Decision | None]:
-        """Writes the measurements, decides, moves tables. None where nothing was measured, or no decision is due."""
+        """Writes the measurements, decides, and moves tables. Returns None if nothing was measured or no decision is
+        due."""
         mark = Mark(step, self._samples, self._seconds)
         record, interval = self._measured(number, mark, remaining_steps, early=early)
         if not early:
@@ -226,8 +226,8 @@ class Intervals:
     def _measured(
         self, number: int, end: Mark, remaining_steps: int, *, early: bool
     ) -> tuple[IntervalProfile | None, Interval | None]:
-        """Each rank appends its own line; rank 0 the gathered one, and returns it, and what can be decided on where
-        steps were sampled."""
+        """Appends each rank's own line; rank 0 appends the gathered one and returns it, with what can be decided on
+        if steps were sampled."""
         started, runtime, embeddings = time.perf_counter(), self._runtime, self._embeddings
         plan, tables = embeddings.plan, embeddings.tables
         own = [shard for shard in shard_tables(tables, plan) if plan.rank_of[shard.name] == runtime.rank]
@@ -281,7 +281,7 @@ class Intervals:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that was learned and decided, as JSON: rank 0's."""
+        """Returns all that was learned and decided, as JSON, on rank 0."""
         planner, resharding = self._placement.planner, self.resharding
         return {
             "stats": [stats.to_json() for stats in self.stats],
@@ -292,7 +292,7 @@ class Intervals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """FormatError names the key that is wrong."""
+        """Loads a state; FormatError names a bad key."""
         record = checked(IntervalsRecord, state, extra="ignore")
         if len(record["stats"]) != len(self._embeddings.tables):
             raise FormatError(f"'stats' is of {len(record['stats'])} tables, not of {len(self._embeddings.tables)}.")
@@ -308,12 +308,12 @@ class Intervals:
 
 
 def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
-    """Leaves the training loop's own random numbers (Dropout's, say) as they would be without us."""
+    """Keeps the training loop's random numbers (Dropout's, say) as they would be without us."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device])
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the bytes that this process has held at most."""
+    """Returns this process's peak memory in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

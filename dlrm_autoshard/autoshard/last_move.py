@@ -31,16 +31,16 @@ class LastMoveRecord(TypedDict):
 
 @dataclass
 class LastMove:
-    """A move that was carried out and is not yet judged. before: steps under the plan that it left. early: whether
-    these were the first steps of a change."""
+    """A move that was made and is not yet judged. before: steps under the plan that it left. early: whether these
+    were the first steps after a change."""
 
     decision: Decision
     before: TimedSteps
     early: bool
 
     def judged(self, planner: Planner, task: PlacementTask, interval: Interval) -> Decision:
-        """Returns the decision with what the move was worth: the old plan's steps before it, or what they would cost
-        now where data or ranks have changed, beside the new plan's in `interval`."""
+        """Returns the decision with the move's measured gain: the old plan's steps, or their cost now if data or
+        ranks have changed, beside the new plan's in `interval`."""
         move, before, after = self.decision, self.before, interval.timed
         assert move.new_plan is not None and move.old_plan is not None and move.predicted_gain is not None
         predicted, instead = (move.predicted_gain, move.uncertainty or 0.0), None
@@ -72,7 +72,7 @@ class LastMove:
 
     @staticmethod
     def from_json(state: Mapping[str, Any]) -> LastMove:
-        """Returns the move of a checkpoint; FormatError names the key that is wrong."""
+        """Parses a checkpoint's move; FormatError names a bad key."""
         record = checked(LastMoveRecord, state)
         decision = Decision.from_state_dict(record["decision"])
         return LastMove(decision, made(TimedSteps, record["before"]), record["early"])

@@ -25,7 +25,7 @@ class TableObserver:
         self.begin()
 
     def begin(self) -> None:
-        """Counts afresh."""
+        """Starts counting anew."""
         self._plan = self._embeddings.plan
         self._samples = 0
         self._ids: np.ndarray | None = None
@@ -33,7 +33,7 @@ class TableObserver:
         self._first: tuple[np.ndarray, np.ndarray] | None = None  # lengths [T, W * B] and ids
 
     def observe(self, ids: ArrivedIds, real_samples: int) -> None:
-        """real_samples: over all ranks."""
+        """Counts a step's ids. real_samples: over all ranks."""
         if self._embeddings.plan != self._plan:
             self.begin()
         num_bags = ids.batch_size * self._embeddings.plan.world_size
@@ -48,8 +48,8 @@ class TableObserver:
             self._first = lengths_TB, values_N
 
     def summary(self) -> dict[Shard, TableStats]:
-        """name -> statistics, for the tables (or ranges of their rows) of which this rank owns something; {} where
-        nothing was observed, or tables have moved since. Starts afresh."""
+        """Returns shard -> statistics, for tables (or row ranges) of which this rank owns something; {} if nothing
+        was observed, or tables have moved since. Starts counting anew."""
         if self._ids is None or self._filled is None or self._first is None or self._embeddings.plan != self._plan:
             self.begin()
             return {}
@@ -69,7 +69,7 @@ class TableObserver:
         return result
 
     def _vectors(self) -> np.ndarray | None:
-        """Returns the vectors of each lookup that travel for a sample; None where that is one of each."""
+        """Returns the vectors that each lookup sends per sample; None if that is one for each."""
         assert self._ids is not None and self._filled is not None
         dedup, sequences = (getattr(self._embeddings, name, None) for name in ("dedup", "sequences"))
         unpooled = getattr(sequences, "local_unpooled", None)  # lookups whose vectors travel one an id
@@ -80,7 +80,7 @@ class TableObserver:
 
 
 def of_whole_tables(by_rank: Iterable[Mapping[Shard, TableStats]]) -> dict[str, TableStats]:
-    """Returns each table's statistics from all ranks' summaries: of ranges of its rows together."""
+    """Merges all ranks' summaries into each table's statistics, over ranges of its rows."""
     ranges: dict[str, dict[tuple[int, int], TableStats]] = {}
     for shard, stats in (item for own in by_rank for item in own.items()):
         ranges.setdefault(shard.table, {})[shard.rows or (0, 0)] = stats
@@ -108,7 +108,7 @@ def _together(ranges: Mapping[tuple[int, int], TableStats]) -> TableStats:
 
 
 def _sixteenths(ranges: Mapping[tuple[int, int], TableStats], work_R: np.ndarray) -> tuple[int, ...]:
-    """Returns the table's from those of its ranges, whose ids count from their first rows."""
+    """Merges the ranges' row sixteenths into the table's. Rows in a range count from its first."""
     rows, work, even = [0.0], [0.0], [number / 16 for number in range(1, 17)]
     for ((first, last), stats), share in zip(ranges.items(), work_R.tolist(), strict=True):
         work += [work[-1] + share * part for part in even]

@@ -22,20 +22,19 @@ _KEPT = ("_timed_at", "_due_at", "_alike_since", "_interval", "_moved")
 
 
 def steps_of_part(epoch: int, total: int) -> int:
-    """Steps of an interval, where nobody says how many: an epoch, or one of its equal parts. epoch, total: steps of
-    one, and of the job."""
+    """Returns the steps of an interval by default: an epoch, or one of its equal parts. epoch, total: steps of an
+    epoch, and of the job."""
     longest = max(thresholds.LONG_INTERVAL, total / thresholds.MANY_INTERVALS)
     return math.ceil(epoch / max(1, math.ceil(epoch / longest)))
 
 
 class Watch:
-    """Compares two parts of each sampled step with the usual: what perfect balance would save, and how far ranks'
-    computing is from where it usually is beside one another (where a slow rank recovers, balance may save as much as
-    before, of other ranks). Both are of each step by itself, so a machine that is slower as a whole changes nothing.
-    """
+    """Compares two quantities of each sampled step with their usual values: what perfect balance would save, and how
+    far ranks' relative computing times are from usual (when a slow rank recovers, balance may save as much as
+    before, on other ranks). Both are relative within a step, so a machine that is slower as a whole changes nothing."""
 
     def __init__(self, profile: ProfileConfig, min_gain: float | None) -> None:
-        """min_gain: smaller changes, as parts of a step, are none; None where intervals have their whole time."""
+        """min_gain: smaller changes, as fractions of the step, do not count; None: intervals are never cut short."""
         self._profile, self.watches = profile, min_gain is not None
         self._least = max(min_gain or 0.0, thresholds.USUAL_SCATTER)
         self._begun = self._timed_at = 0
@@ -46,7 +45,7 @@ class Watch:
         self._unusual: list[np.ndarray] = []  # the last sampled steps, as far as they are
 
     def begin(self, step: int) -> None:
-        """Training starts, or starts again, with this step; the first are to warm up."""
+        """Starts, or restarts, training at this step; the first steps are warm-up."""
         self._begun = step
         if self._timed_at == 0:
             self._alike_since = step
@@ -59,19 +58,19 @@ class Watch:
         return step >= self._due_at or (self._hurries and step + 1 >= self._timed_at + self._hurried())
 
     def timed(self, step: int) -> bool:
-        """Counts a sampled step, after so many in all. Returns whether it would have been sampled in any case."""
+        """Counts a sampled step, after so many steps in all. Returns whether it was a regular sample."""
         self._timed_at, regular = step, step > self._due_at
         if regular:
             self._due_at = step - 1 + self._usual_distance(step)
         return regular
 
     def ended(self, steps: int) -> None:
-        """Counts a whole interval, of so many steps."""
+        """Counts a whole interval of so many steps."""
         self._interval = steps
 
     def _usual_distance(self, step: int) -> int:
-        """Steps from one sampled step to the next. After t unchanged steps the median wait for the next change is t
-        more; samples that are k steps apart see it k / 2 steps late. That and what samples cost are least together with
+        """Returns the steps between samples. After t unchanged steps the median wait for the next change is t more,
+        and samples k steps apart see it k / 2 steps late. The sum of that delay and the cost of samples is least for
         k ~ sqrt(t)."""
         if self._profile.every_steps is not None:
             return self._profile.every_steps
@@ -80,11 +79,12 @@ class Watch:
 
     @property
     def _hurries(self) -> bool:
-        """Whether more steps than usual are sampled: in doubt, and after a move until the usual is known again."""
+        """Returns whether more steps than usual are sampled: in doubt, and after a move until usual values are known
+        again."""
         return bool(self._unusual) or (self._moved and self.learns)
 
     def _hurried(self) -> int:
-        """Steps from one sampled step to the next then."""
+        """Returns the steps between samples then."""
         return self._distance(10 if self._unusual else 4)
 
     def _distance(self, part: int) -> int:
@@ -93,7 +93,7 @@ class Watch:
     # -- what they show ------------------------------------------------------------------------------------------------
 
     def see(self, stages_W4: np.ndarray, step_ms: float) -> bool:
-        """Takes a sampled step: ms of PLANNED_STAGES on each rank, and of the whole step. Returns whether it is the
+        """Takes a sampled step's ms of PLANNED_STAGES on each rank and of the whole step. Returns whether it is the
         first that suggests a change."""
         if not self.watches:
             return False
@@ -107,25 +107,25 @@ class Watch:
 
     @property
     def learns(self) -> bool:
-        """Whether too little is known of what is usual."""
+        """Returns whether the usual values are still unknown."""
         return self.watches and len(self._usual) < thresholds.LEAST_SAMPLES
 
     @property
     def changed(self) -> bool:
-        """Whether enough sampled steps in a row show a change: one that something else disturbed is none."""
+        """Returns whether enough sampled steps in a row show a change; a disturbed one does not."""
         return len(self._unusual) >= thresholds.SAMPLES_OF_CHANGE
 
     def is_due(self, samples: int) -> bool:
-        """Whether the interval, of which so many steps were timed, should end before its time."""
+        """Returns whether the interval, with so many sampled steps, should be cut short."""
         return self.changed and samples >= thresholds.SAMPLES_OF_CHANGE
 
     @property
     def unusual(self) -> int:
-        """Number of the last sampled steps that show a change."""
+        """Number of the latest sampled steps that show a change."""
         return len(self._unusual)
 
     def decided(self, step: int, *, moved: bool) -> None:
-        """Takes what was seen since a change, if it lasts, for the usual from now on; after a move nothing is."""
+        """Takes the values since a change, if it lasts, as usual from now on; after a move nothing is usual yet."""
         if moved or self.changed:
             self._usual = deque([] if moved else self._unusual, maxlen=thresholds.SAMPLES_OF_USUAL)
             self._unusual, self._alike_since = [], step
@@ -134,7 +134,8 @@ class Watch:
         self._timed_at = step  # the next is some steps away: the first after a move are slow
 
     def _is_unusual(self, seen: np.ndarray) -> bool:
-        """Whether a part of the step lies above what is usual by `CHANGED` standard deviations, wider of few steps."""
+        """Returns whether a quantity exceeds its usual value by `CHANGED` standard deviations, which are wider for
+        few steps."""
         middle_K, count = np.median(self._usual, axis=0), len(self._usual)
         low_2, middle_2, high_2 = np.quantile(_parts(self._usual, middle_K), [0.25, 0.5, 0.75], axis=0)
         of_few = math.sqrt(1 + 1 / count) * (1 + 1.2 / (count - 2))  # Student's t, about
@@ -144,7 +145,7 @@ class Watch:
 
     @property
     def noticed(self) -> str:
-        """'perfect balance would now save 31% of the step, where it was 4%'"""
+        """Returns 'perfect balance would now save 31% of the step, where it was 4%'."""
         now, then = np.median(self._unusual, axis=0), np.median(self._usual, axis=0)
         if now[0] - then[0] >= self._least:
             return f"perfect balance would now save {now[0]:.0%} of the step, where it was {max(then[0], 0.0):.0%}"
@@ -166,14 +167,14 @@ class Watch:
 
 
 def _seen(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
-    """[1 + W], parts of the step: what perfect balance would save, and how much longer each rank computes than they do
-    in the mean."""
+    """Returns [1 + W] fractions of the step: what perfect balance would save, and how much longer than average each
+    rank computes."""
     compute_W = stages_W4[:, COMPUTE].sum(axis=1)
     away_W = (compute_W - compute_W.mean()) / max(step_ms, 1e-9)
     return np.concatenate([[balance_gains(stages_W4, step_ms)], away_W])
 
 
 def _parts(seen: Sequence[np.ndarray], middle_K: np.ndarray) -> np.ndarray:
-    """[N, 2] what is compared, of N steps. middle_K: of the usual ones."""
+    """Returns [N, 2], what is compared, of N steps. middle_K: medians of usual steps."""
     seen_NK = np.stack(seen)
     return np.stack([seen_NK[:, 0], np.abs(seen_NK - middle_K)[:, 1:].sum(axis=1) / 2], axis=1)

@@ -40,7 +40,7 @@ measurements say little of how large `together` is: 0.12 hid half of a gain of 1
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements as rows, with their logarithms beside what was predicted, and the covariance of their noise."""
+    """Measurements as rows: logarithms relative to predictions, and the covariance of their noise."""
 
     rows: Rows
     values_N: np.ndarray
@@ -48,11 +48,11 @@ class Evidence:
     _last: dict[Spreads, Posterior] = field(default_factory=dict, init=False, repr=False)
 
     def in_eras(self, eras: Sequence[int]) -> Evidence:
-        """eras: one a profile."""
+        """Returns the evidence with profiles assigned to eras. eras: one per profile."""
         return replace(self, rows=self.rows.in_eras(eras))
 
     def posterior(self, spreads: Spreads) -> Posterior:
-        """The last one is kept: a matrix of all rows by all rows."""
+        """Returns the posterior. Only the last is cached, as it holds a matrix of all rows by all rows."""
         if spreads not in self._last:
             self._last.clear()
             self._last[spreads] = self._concluded(spreads)
@@ -74,15 +74,15 @@ class Evidence:
 
 
 class LikeliestSpreads:
-    """Estimated anew once half of the profiles are new, or there are other shards: that takes most of the time that
-    conditioning takes, and one profile more says little of how far things vary."""
+    """The likeliest spreads. They are estimated anew once half of the profiles are new, or shards are: that takes
+    most of the time of conditioning, and one more profile says little about spreads."""
 
     def __init__(self) -> None:
         self.spreads = Spreads()
         self._new_profiles, self._shard_rows = 0, -1  # since, and when, they were estimated
 
     def observed(self) -> None:
-        """One profile more."""
+        """Counts one more profile."""
         self._new_profiles += 1
 
     def update(self, evidence: Evidence) -> None:
@@ -101,7 +101,7 @@ class LikeliestSpreads:
 
 
 def likeliest_spreads(evidence: Evidence) -> Spreads:
-    """One after the other, with `RELUCTANCE`."""
+    """Returns the likeliest spreads, chosen one after the other, with `RELUCTANCE`."""
     best = prior = Spreads()
 
     @cache

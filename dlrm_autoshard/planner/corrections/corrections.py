@@ -44,7 +44,7 @@ REMEMBERED = 16
 
 
 class Corrections:
-    """The posterior of what predictions are off by, and the profiles that it is conditioned on."""
+    """The posterior of prediction errors, and the profiles that it is conditioned on."""
 
     def __init__(self) -> None:
         self.profiles: list[StepProfile] = []
@@ -53,15 +53,15 @@ class Corrections:
         self._clear()
 
     def observe(self, profile: StepProfile) -> None:
-        """Remembers a profile, to be conditioned on by the next `fit`."""
+        """Stores a profile for the next `fit`."""
         self.profiles.append(profile)
         self._likeliest.observed()
         dropped = max(0, len(self.profiles) - REMEMBERED)
         del self.profiles[:dropped], self.eras[:dropped]
 
     def fit(self, model: CostModel, exchange: ExchangeModel, shards: Sequence[ShardSample] = ()) -> None:
-        """Conditions on what is remembered. For each new profile the likelier is taken: that ranks are as they were, or
-        that they have changed."""
+        """Conditions on stored profiles. For each new one it takes the likelier of two cases: ranks are as they
+        were, or they have changed."""
         self._clear()
         if not self.profiles and not shards:
             return
@@ -77,7 +77,7 @@ class Corrections:
     # -- what it says ------------------------------------------------------------------------------------------------
 
     def table_factors_T2(self, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[T, 2] that each table's forward and backward take of what is predicted."""
+        """Returns [T, 2]: each table's forward and backward over the prediction."""
         if self._observed is None:
             return np.ones((len(tables), 2))
         own_B2, changed_B2 = self._logs
@@ -86,26 +86,27 @@ class Corrections:
         return factors
 
     def rank_factors_W2(self, world_size: int, expected_speed: Sequence[float] | None) -> np.ndarray:
-        """[W, 2] that each rank's computation takes; `expected_speed` counts for ranks that were never observed."""
+        """Returns [W, 2]: each rank's computation over the prediction; `expected_speed` stands in for ranks that
+        were never observed."""
         expected = [0.0] * world_size if expected_speed is None else [-float(np.log(s)) for s in expected_speed]
         own_W = np.array([self._ranks.get(rank, expected[rank]) for rank in range(world_size)])
         factors: np.ndarray = np.exp(own_W[:, None] + self._scale_2)
         return factors
 
     def exchange_factors_W2(self, world_size: int) -> np.ndarray:
-        """[W, 2] that each rank's exchanges take."""
+        """Returns [W, 2]: each rank's exchanges over the prediction."""
         return np.exp(np.array([self._exchange.get(rank, (0.0, 0.0)) for rank in range(world_size)]))
 
     def fused_logs_T2(self, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[T, 2] logarithms of what each table's forward and backward take, beside that, among many others."""
+        """Returns [T, 2]: further log factors of each table's forward and backward when fused with many others."""
         if self._observed is None:
             return np.zeros((len(tables), 2))
         logs: np.ndarray = self._observed.parts.basis(tables) @ self._fused_B2
         return logs
 
     def set_factors(self, ms: np.ndarray, summaries: np.ndarray, fused_logs: np.ndarray) -> np.ndarray:
-        """[..., 2] that sets of tables take of what is predicted, by their summaries [..., K]. ms: that prediction;
-        fused_logs: their tables' `fused_logs_T2` in the mean, by cost."""
+        """Returns [..., 2]: factors of sets of tables, by their summaries [..., K]. ms: their predicted ms;
+        fused_logs: cost-weighted mean of their tables' `fused_logs_T2`."""
         if self._observed is None:
             return np.ones(2)
         loads = log_loads(summaries)
@@ -116,7 +117,8 @@ class Corrections:
         return factors
 
     def together_factors_W2(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[W, 2] that just these sets of tables take beside all that. stages: of all ranks, forward, then backward."""
+        """Returns [W, 2]: further factors of exactly these sets of tables. stages: all ranks' forward, then
+        backward."""
         if self._posterior is None:
             return np.ones((len(stages.ms_M) // 2, 2))
         rows = self._rows_now(stages, tables)
@@ -125,7 +127,7 @@ class Corrections:
         return np.exp(self._posterior.mean(cross)).reshape(2, -1).T
 
     def covariance(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[M, M] of the logarithms of what they take."""
+        """Returns [M, M]: posterior covariance of the stages' log factors."""
         rows = self._rows_now(stages, tables)
         if self._posterior is None:
             return rows.covariance(rows, self.spreads, frozenset())
@@ -135,7 +137,7 @@ class Corrections:
         return self._posterior.covariance(prior, cross)
 
     def _of_unseen_tables(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[M, M] of tables of which nothing was observed, neither whole nor in part: they have no direction yet."""
+        """Returns [M, M] for tables of which nothing was observed, whole or in part, which have no direction yet."""
         assert self._observed is not None
         unseen = np.flatnonzero(~self._observed.parts.wholes(tables).any(axis=1)).tolist()
         parts = Parts(own := [tables[number] for number in unseen])
@@ -146,9 +148,9 @@ class Corrections:
         return found
 
     def told(self, stages: Stages, measured: Stages, tables: Sequence[TableConfig], times: int = 1) -> np.ndarray:
-        """[M, M] of the logarithms that will be expected of `stages`, once others have been measured, so many times.
-        What was measured does not matter to that, only how well: as a moment's figures are, `MEASURED_NOISE` beside
-        what is left open."""
+        """Returns [M, M]: covariance of what will be expected of `stages` once others have been measured so many
+        times. It depends on how well they are measured, not on the values: like one moment's figures, with
+        `MEASURED_NOISE`."""
         count = len(stages.ms_M)
         covariance = self.covariance(stages.and_also(measured), tables)
         seen, cross = covariance[count:, count:], covariance[:count, count:]
@@ -156,7 +158,7 @@ class Corrections:
         return (told + told.T) / 2
 
     def _rows_now(self, stages: Stages, tables: Sequence[TableConfig]) -> Rows:
-        """As they would be measured next."""
+        """Returns the stages as rows, as if measured next."""
         count = len(stages.ms_M)
         source, share_MB, change_MF, wholes = 0, stages.share_MT, np.zeros((count, 0)), stages.share_MT.shape[1]
         light_M, load_MF = np.zeros(count), np.zeros((count, NUM_FEATURES))
@@ -197,7 +199,7 @@ class Corrections:
 
     @property
     def ranks_changed(self) -> bool:
-        """With the newest profile."""
+        """Returns whether ranks changed with the newest profile."""
         return len(self.eras) > 1 and self.eras[-1] != self.eras[-2]
 
     @property
@@ -205,7 +207,7 @@ class Corrections:
         return self.eras[-1] if self.eras else 0
 
     def _in_likeliest_era(self, observed: Observed) -> Evidence:
-        """Adds the newest profile's era."""
+        """Assigns the newest profile's era."""
         now, evidence = self._now, observed.evidence()
         priors = {now: 0.0, now + 1: float(np.log(CHANGE))} if self.eras else {now: 0.0}
         of_era = {era: evidence.in_eras([*self.eras, era]) for era in priors}
@@ -218,7 +220,7 @@ class Corrections:
         return of_era[self._now]
 
     def _condition(self, observed: Observed, evidence: Evidence) -> None:
-        """evidence: of what is observed, about no factors of tables."""
+        """Computes the posterior. evidence: relative to no factors of tables."""
         self._likeliest.update(evidence)
         self.spreads = self._likeliest.spreads
         posterior = evidence.posterior(self.spreads)
@@ -244,8 +246,8 @@ class Corrections:
             self._exchange = observed.exchange.factors(self.eras, self.spreads)
 
     def _log_factors(self, observed: Observed, rows: Rows, posterior: Posterior) -> tuple[np.ndarray, np.ndarray]:
-        """Posterior means of the tables' log factors, forward and backward: [B, 2] their own, [B, 2] what they have
-        become as data changed."""
+        """Returns posterior means of the tables' log factors, forward and backward: [B, 2] of their own, and [B, 2]
+        after data changed."""
         own, changed = [], []
         for stage in (0, 1):
             weights_N = posterior.weights_N * self.spreads.of_stages(rows.stage_N == stage)
@@ -261,7 +263,7 @@ class Corrections:
         return {"eras": list(self.eras), "spreads": self._likeliest.to_json()}
 
     def load_json(self, record: Mapping[str, Any], profiles: Sequence[StepProfile]) -> None:
-        """profiles: all that were kept, the newest last."""
+        """Loads the state. profiles: all that were kept, newest last."""
         if len(record["eras"]) > len(profiles):
             raise FormatError(f"'eras' are of {len(record['eras'])} profiles, and there are {len(profiles)}.")
         self.eras = list(record["eras"])

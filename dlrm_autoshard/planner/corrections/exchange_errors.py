@@ -22,13 +22,13 @@ Term = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ExchangeErrors:
-    """off: of each profile [W, 2] log measured / predicted, not finite where nothing was exchanged; noise: [W, 2] of
-    these. A profile's noise is that of all four stages; each is taken for as noisy in ms, so that a short exchange of a
-    rank whose core is shared tells nothing.
+    """Errors of predicted exchanges by rank. off: [W, 2] of each profile, log(measured / predicted), not finite where
+    nothing was exchanged; noise: [W, 2] of these. A profile's noise is that of all four stages and counts as equal ms
+    in each, so a short exchange of a rank whose core is shared tells nothing.
 
-    A stage's logarithm is a sum of four terms: what it is always off by, a scale of each era and a factor of each rank
-    in it, what the interval took longer. There are far fewer of these than there are figures on many ranks, so they,
-    and not the figures' covariance, are what is solved for.
+    A stage's logarithm is a sum of four terms: a constant error, a scale for each era, a factor for each rank in it,
+    and the interval's own. These are far fewer than the figures on many ranks, so the terms are solved for, not the
+    figures' covariance.
     """
 
     off: Sequence[np.ndarray]
@@ -39,11 +39,11 @@ class ExchangeErrors:
         return ExchangeErrors([_off_W2(profile, model) for profile in profiles], [_noise_W2(p) for p in profiles])
 
     def log_evidence(self, eras: Sequence[int], spreads: Spreads) -> float:
-        """Returns the log evidence of the eras, one for each profile."""
+        """Returns the log evidence of the eras, one per profile."""
         return sum(self._solved(stage, eras, spreads)[1] for stage in (0, 1))
 
     def factors(self, eras: Sequence[int], spreads: Spreads) -> dict[int, tuple[float, float]]:
-        """Log factors of each rank's exchanges, now."""
+        """Returns log factors of each rank's exchanges now."""
         always, era, now = ("always",), ("era", eras[-1]), eras[-1]
         by_stage = [self._solved(stage, eras, spreads)[0] for stage in (0, 1)]
         shared = [terms.get(always, 0.0) + terms.get(era, 0.0) for terms in by_stage]
@@ -52,7 +52,7 @@ class ExchangeErrors:
         return {rank: (forward, backward) for rank, (forward, backward) in enumerate(found)}
 
     def _solved(self, stage: int, eras: Sequence[int], spreads: Spreads) -> tuple[dict[Term, float], float]:
-        """The terms' posterior means, and the evidence, of a linear model with normal terms and noise."""
+        """Returns the terms' posterior means and the evidence, for a linear model with normal terms and noise."""
         columns: dict[Term, int] = {}
         rows, values, noise = [], [], []
         for number, (off_W2, era) in enumerate(zip(self.off, eras, strict=True)):

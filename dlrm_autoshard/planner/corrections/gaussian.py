@@ -25,8 +25,8 @@ unusual."""
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause that some observations (`members`, indices) share: 0, or of `variance` where that makes all observations
-    likelier by more than e^price (price_below: where it is negative). parts: of it that each of them has."""
+    """A cause that some observations (`members`, indices) share: 0, or of `variance` if that makes all observations
+    likelier by more than e^price (price_below: if the cause is negative). parts: each member's share of it."""
 
     members: np.ndarray
     variance: float
@@ -37,7 +37,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The inverse of the observations' covariance, that times their values, and which causes are large."""
+    """The inverse of the observations' covariance, its product with their values, and the causes that are large."""
 
     inverse_NN: np.ndarray
     weights_N: np.ndarray
@@ -59,8 +59,8 @@ def condition(
     causes: Mapping[int, Cause] | None = None,
     may_be_disturbed_N: np.ndarray | None = None,
 ) -> Posterior:
-    """Zero-mean normal values with that covariance. causes: by key; the posterior says which are `large`.
-    may_be_disturbed_N: whether something else may have disturbed an observation."""
+    """Returns the posterior of zero-mean normal values with that covariance. causes: by key; the posterior says
+    which are `large`. may_be_disturbed_N: observations that something else may have disturbed."""
     lower_NN = np.linalg.cholesky(covariance_NN)
     # Half the time that numpy takes to invert a matrix of which it does not know that it is symmetric.
     inverse = torch.cholesky_inverse(torch.from_numpy(lower_NN)).numpy()
@@ -74,8 +74,8 @@ def condition(
     own_K = ((inside_KN @ inverse) * inside_KN).sum(axis=1)
 
     def widen(row: np.ndarray, own: float, variance: float, price: float) -> None:
-        """Adds `variance` that some observations have in common. row, own: the sum of their rows of the inverse, and of
-        what these have of them."""
+        """Adds `variance` that some observations share. row, own: the sum of their rows of the inverse, weighted by
+        their shares, and of their own entries in it."""
         nonlocal inverse, own_K, log_determinant, prices
         factor = variance / (1 + variance * own)
         inverse = inverse - np.outer(row, row) * factor
@@ -113,14 +113,14 @@ def condition(
 
 
 def _gain(pull: Any, own: Any, variance: float | np.ndarray) -> Any:
-    """Returns the gain in log evidence, where observations have `variance` more in common. pull: their sum of weights.
-    Of numbers, or of arrays."""
+    """Returns the gain in log evidence if observations share `variance` more. pull: their summed weights. Takes
+    numbers or arrays."""
     return 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own)
 
 
 def square_root(covariance_NN: np.ndarray) -> np.ndarray:
-    """[N, N], whose product with its transpose is that covariance, but for `LEAST`: of logarithms, which may depend on
-    one another."""
+    """Returns [N, N] whose product with its transpose is the covariance up to `LEAST`; logarithms may depend on one
+    another."""
     if not covariance_NN.any():
         return covariance_NN
     try:

@@ -40,9 +40,8 @@ _Kind = tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]
 
 @dataclass(frozen=True)
 class Observed:
-    """Measurements beside their predictions, uncorrected. N sets of tables: a rank's in a profile, or a start-up shard;
-    inside_NT: which tables are in each; E: all of these, set by set. Tables include parts that were measured; R: whole
-    tables."""
+    """Measurements beside uncorrected predictions, for N sets of tables: a rank's in a profile, or a start-up shard.
+    inside_NT: which tables are in each; E: all of these, set by set. Tables include measured parts; R: whole tables."""
 
     profiles: Sequence[StepProfile]
     tables: tuple[TableConfig, ...]
@@ -60,7 +59,7 @@ class Observed:
 
     @property
     def now_R2(self) -> np.ndarray:
-        """`log_data_KR2` of the newest profile's tables."""
+        """Returns `log_data_KR2` of the newest profile's tables."""
         now: np.ndarray = self.log_data_KR2[0]
         return now
 
@@ -73,7 +72,7 @@ class Observed:
         return self._added_up(self.summary_EK)
 
     def _added_up(self, values_EK: np.ndarray) -> np.ndarray:
-        """[N, K] over each set's tables."""
+        """Returns [N, K]: sums over each set's tables."""
         count_N = self.inside_NT.sum(axis=1)
         filled_N = np.flatnonzero(count_N)
         sums = np.zeros((len(count_N), values_EK.shape[1]))
@@ -83,7 +82,7 @@ class Observed:
 
     @cached_property
     def costliest_2(self) -> np.ndarray:
-        """Forward and backward of the costliest set of tables that was measured, as predicted."""
+        """Returns predicted forward and backward of the costliest measured set."""
         costliest: np.ndarray = self.model.device_ms(self._sums_NK.astype(np.float32)).max(axis=0)
         return costliest
 
@@ -152,8 +151,8 @@ class Observed:
         )
 
     def evidence(self, table_T2: np.ndarray | None = None) -> Evidence:
-        """Rows of forward, backward, then signs, all in one era. table_T2: log factors of the tables, about which
-        shares are taken."""
+        """Returns rows of forward, backward, then signs, all in one era. table_T2: log factors of the tables,
+        relative to which shares are taken."""
         log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
         set_E, table_E = np.nonzero(self.inside_NT)
         corrected_EK = self.summary_EK.copy()
@@ -186,7 +185,7 @@ class Observed:
 
     @cached_property
     def basis_TB(self) -> np.ndarray:
-        """`Parts.basis` of the tables."""
+        """Returns `Parts.basis` of the tables."""
         return self.parts.basis(self.tables)
 
     @cached_property
@@ -195,7 +194,8 @@ class Observed:
 
     @cached_property
     def _noise_NN(self) -> np.ndarray:
-        """Half of a profile's noise is its own moment's, the same for all of its ranks and stages."""
+        """Returns the noise's covariance. Half of a profile's noise belongs to its moment and is the same for all of
+        its ranks and stages."""
         signs = self._signs
         profile_N = np.concatenate([np.tile(self.profile_N, 2), signs.profile_D])
         noise_N = np.concatenate([np.tile(self.noise_N, 2), signs.noise_D]) / IQR_OF_NORMAL
@@ -208,10 +208,10 @@ class Observed:
 def _remembered(
     profiles: Sequence[StepProfile], known: Container[TableConfig], batch_size: int, most: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Profiles by number, the newest first, each with the ranks of it that are conditioned on: `most` in all.
+    """Returns profiles by number, newest first, each with the ranks that are conditioned on: `most` in all.
 
-    Of the newest all; of the others the costliest, so that there is something of each: many profiles of one plan say
-    less of tables and ranks than one of each of several plans.
+    The newest keeps all ranks, the others their costliest, so that each is represented: many profiles of one plan say
+    less about tables and ranks than one of each of several plans.
     """
     alike = [
         number
@@ -233,9 +233,9 @@ def _of_kinds(
     model: CostModel,
     batch_size: int,
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Summaries [., K] of all lists of tables, one after the other; where each table of a list is in them [kinds, T],
-    at the end (zeros) if it is not in that list; and of each list [R, 2] logarithms of lookups and reuse, not a number
-    of others. One pass of the network for all: a start has a hundred lists of one table."""
+    """Returns summaries [., K] of all lists' tables, one list after another; the index of each table of a list in
+    them [kinds, T], the last (zeros) if it is not in that list; and [R, 2] logarithms of lookups and reuse of each
+    list, nan if absent. One pass of the network serves all: a start has a hundred lists of one table."""
     at_KT = np.full((len(kinds), len(column)), -1)
     if not kinds:
         return np.zeros((1, NUM_SUMMARY)), at_KT, []
@@ -260,8 +260,8 @@ def _of_kinds(
 
 
 def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndarray:
-    """[K, R, 2] of kinds, the oldest last: how far from what the oldest has of the same table, 0 where nobody has it,
-    at most `FAR`."""
+    """Returns [K, R, 2] of kinds, oldest last: the distance from the oldest's value of the same table, 0 if none has
+    it, at most `FAR`."""
     all_KR2 = np.stack(log_data) if log_data else np.zeros((1, num_tables, 2))
     known = ~np.isnan(all_KR2[::-1, :, 0])
     first = all_KR2[::-1][known.argmax(axis=0), np.arange(num_tables)]

@@ -15,11 +15,11 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class Parts:
-    """A part is off by what its table is off by, and by something of its width, of which the cost network may have
-    seen few. Parts of a table that are as wide as one another take as long, so they are one here.
+    """A part shares its table's error, and has one of its width, of which the cost network may have seen few. Parts of
+    a table with equal width take equal time, so they count as one here.
 
-    Axes: R whole tables, B directions: one for each of these, then one for each table's each width of parts; whole_of_B
-    says whose.
+    Axes: R whole tables; B directions: one per whole table, then one per table and width of parts; whole_of_B gives the
+    table of each.
     """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
@@ -33,12 +33,12 @@ class Parts:
         self.whole_of_B = np.array([*range(len(wholes)), *(self._number_of[whole] for whole, _ in shapes)], dtype=int)
 
     def also(self, tables: Sequence[TableConfig]) -> Parts:
-        """With directions, after these, for widths of the same tables that were not observed."""
+        """Returns the parts with further directions for widths of the same tables that were not observed."""
         new = [table for table in tables if _is_part(table) and _whole(table) in self._number_of]
         return Parts([*self.tables, *new])
 
     def wholes(self, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[T, R]: 1 where a table is this one, or a part of it; any tables, observed or not."""
+        """Returns [T, R]: 1 where a table is this one, or a part of it, for any tables."""
         inside_TR = np.zeros((len(tables), self.num_wholes))
         for row_R, table in zip(inside_TR, tables, strict=True):
             number = self._number_of.get(_whole(table))
@@ -47,7 +47,7 @@ class Parts:
         return inside_TR
 
     def basis(self, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[T, B] of any tables; a width that was never observed has nothing of its own here."""
+        """Returns [T, B] for any tables; an unobserved width has no direction of its own."""
         basis_TB = np.zeros((len(tables), self.num_directions))
         basis_TB[:, : self.num_wholes] = self.wholes(tables)
         for row_B, table in zip(basis_TB, tables, strict=True):

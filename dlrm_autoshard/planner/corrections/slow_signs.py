@@ -31,7 +31,8 @@ _Sign = tuple[int, int, int, float, float]
 
 @dataclass(frozen=True)
 class Signs:
-    """stage_D, profile_D, rank_D: of each, which it is; log_D: its logarithm; noise_D: relative, by its profile."""
+    """stage_D, profile_D, rank_D: where each sign was measured; log_D: its logarithm; noise_D: its relative noise,
+    from its profile."""
 
     stage_D: np.ndarray
     profile_D: np.ndarray
@@ -48,7 +49,7 @@ class Signs:
         return Signs(*numbers, *(np.array([row[i] for row in found], dtype=np.float64) for i in (3, 4)))
 
     def rows(self, like: Rows) -> Rows:
-        """like: rows with the same directions."""
+        """Returns the signs as rows. like: rows with the same directions."""
         count = len(self.stage_D)
         return Rows(
             stage_N=self.stage_D,
@@ -66,8 +67,8 @@ class Signs:
 
 
 def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:
-    """Returns signs of dense parts, whose work nobody predicts: each profile's has a scale of its own, much like the
-    others' (`sources_alike`), beside which ranks are compared."""
+    """Returns signs from dense parts, whose work nobody predicts: each profile has a scale of its own, much like the
+    others' (`sources_alike`), relative to which ranks are compared."""
     found: list[_Sign] = []
     for number in reversed(range(len(profiles))):
         dense_ms, noise = profiles[number].dense_ms, profiles[number].noise
@@ -82,8 +83,8 @@ def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:
 
 
 def _cores(profiles: Sequence[StepProfile]) -> list[_Sign]:
-    """Returns cores' shares of ranks that shared theirs in any of the profiles, beside the one that had most of its
-    own: where all share theirs alike, as where there are more ranks than cores, none is slow beside the others."""
+    """Returns signs from the core shares of ranks that shared a core in some profile, relative to the rank with the
+    largest share: if all share alike, as with more ranks than cores, none is slow."""
     shares_of = {number: profile.core_shares for number, profile in enumerate(profiles) if profile.core_shares}
     known = [(number, [share / max(shares) for share in shares]) for number, shares in shares_of.items()]
     sharing = {rank for _, shares in known for rank, share in enumerate(shares) if share < SHARED}

@@ -13,8 +13,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Stages:
-    """Expected ms of each, which it is (0 forward, 1 backward), on which rank (-1: any), each table's share
-    of it, and how the tables load the rank (`log_loads`)."""
+    """Expected ms of computations, which stage (0 forward, 1 backward) and rank (-1: any) each is, each table's
+    share of it, and how the tables load the rank (`log_loads`)."""
 
     ms_M: np.ndarray
     stage_M: np.ndarray
@@ -29,7 +29,7 @@ class Stages:
         return Stages(*(np.concatenate([getattr(one, f.name) for one in (self, *others)]) for f in fields(self)))
 
     def distinct(self) -> tuple[Stages, np.ndarray]:
-        """Each computation once, and which of these each of all is: plans have many ranks' tables in common."""
+        """Returns each computation once, and the index of each of all in these: plans share many ranks' tables."""
         what = np.column_stack([self.stage_M, self.rank_M, self.share_MT > 0]).astype(np.int32)
         _, first, which_M = np.unique(what, axis=0, return_index=True, return_inverse=True)
         return self.some(first), which_M.ravel()

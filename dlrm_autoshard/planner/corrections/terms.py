@@ -18,9 +18,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Spreads:
-    """Prior standard deviations of log factors, but for `stages_alike`. Those with a GRID (`conditioning.py`) take the
-    likeliest value, the prior's being likelier than its neighbours; the others hardly matter once anything was
-    measured."""
+    """Prior standard deviations of log factors, except `stages_alike`. Those with a GRID (`conditioning.py`) take
+    the likeliest value, starting from the prior's; the others hardly matter once anything was measured."""
 
     table: float = 0.1  # a table's own, in every plan: held-out single tables of the shipped costs
     width: float = 0.2  # of a part, beside its table's: halves took 0.56 of a table, predicted 0.65 to 0.75
@@ -42,17 +41,17 @@ class Spreads:
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
 
     def of_stages(self, same: np.ndarray) -> np.ndarray:
-        """How much what tables and sets are off by has in common, by whether the stage is the same."""
+        """Returns the correlation of tables' and sets' errors, by whether the stage is the same."""
         alike: np.ndarray = np.where(same, 1.0, self.stages_alike)
         return alike
 
 
 @dataclass(frozen=True)
 class Common:
-    """Products of two lists of observations, term by term, each [N, M]: what is off about a stage's source, its
-    lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    the rank, and the rank in that interval (where it is the same, `Rows.of_rank` of both); and whether both are its
-    dense part, its core's share, the same stage. key_N: `rank_keys`."""
+    """Products of two lists of observations, [N, M] for each term: a stage's source, its lightness, tables, their
+    widths, their data's change, tables among many others, similar loads, similar sets; the rank, and the rank in
+    that interval (where equal, `Rows.of_rank` of both); and whether both are its dense part, its core's share, the
+    same stage. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -86,13 +85,14 @@ class Common:
 
 
 def rank_variances(key_N: np.ndarray, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
-    """[N] prior, of ranks by their keys (`Rows.rank_keys`). slow: keys of those far from the others."""
+    """Returns prior variances [N] of ranks by their keys (`Rows.rank_keys`). slow: keys of ranks far from the
+    others."""
     variances: np.ndarray = spreads.rank**2 + spreads.slow_rank**2 * np.isin(key_N, list(slow))
     return variances
 
 
 def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
-    """[B] prior, along the directions of `Parts`, of which the first are of whole tables."""
+    """Returns prior variances [B] along the directions of `Parts`, whole tables first."""
     return np.where(np.arange(directions) < wholes, spreads.table, spreads.width) ** 2
 
 
@@ -104,10 +104,10 @@ dense part of nine profiles of jobs with half a core taken 0.5 to 1.07, in the m
 
 @dataclass(frozen=True)
 class Rows:
-    """Features that a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none.
-    Eras are numbers of stretches of time in which ranks stayed as they were (`in_eras`). Shares are along the
-    directions of `Parts`, first those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`,
-    `changes`, `many`, `LoadRange.features`."""
+    """Features of stages' logarithms. source: where the scale comes from. rank, profile: -1 for none. Eras number
+    stretches of time in which ranks stayed as they were (`in_eras`). Shares are along the directions of `Parts`,
+    first of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`, `changes`, `many`,
+    `LoadRange.features`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
@@ -122,21 +122,21 @@ class Rows:
     num_wholes: int
 
     def and_also(self, other: Rows) -> Rows:
-        """Returns both, which have the same directions."""
+        """Returns both lists of rows, which have the same directions."""
         names = [field.name for field in fields(self) if field.name != "num_wholes"]
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Rows(**both, num_wholes=self.num_wholes)
 
     def in_eras(self, eras: Sequence[int]) -> Rows:
-        """eras: one a profile."""
+        """Returns the rows with profiles assigned to eras. eras: one per profile."""
         return replace(self, era_N=np.array([*eras, 0])[self.profile_N])  # the last for those of none
 
     def variance_B(self, spreads: Spreads) -> np.ndarray:
-        """Prior variance along each direction."""
+        """Returns the prior variance along each direction."""
         return variances(self.share_NB.shape[1], self.num_wholes, spreads)
 
     def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
-        """[N, M] prior covariance."""
+        """Returns the prior covariance [N, M]."""
         return self.common(other).covariance(spreads, slow)
 
     @cached_property
@@ -172,8 +172,8 @@ class Rows:
         )
 
     def sets_alike(self, other: Rows) -> np.ndarray:
-        """Returns [N, M]: sets of tables that have most in common are fused alike, by the eighth power of their shares'
-        cosine."""
+        """Returns [N, M]: similarity of sets of tables, the eighth power of their shares' cosine, as similar sets
+        are fused alike."""
         share_NR, share_MR = (rows.share_NB[:, : self.num_wholes] for rows in (self, other))
         length_N, length_M = (np.linalg.norm(shares, axis=1) for shares in (share_NR, share_MR))
         cosine = share_NR @ share_MR.T / np.maximum(np.outer(length_N, length_M), 1e-12)
@@ -187,26 +187,26 @@ class Rows:
 
     @property
     def probed(self) -> np.ndarray:
-        """[N] whether a probe measured it, rather than training."""
+        """Returns [N]: whether a probe measured it, not training."""
         probed: np.ndarray = self.source_N == 0
         return probed
 
     @cached_property
     def of_rank(self) -> np.ndarray:
-        """[N] part of the rank's logarithm that each has."""
+        """Returns [N]: the part of the rank's logarithm that each has."""
         part: np.ndarray = np.where(self.stage_N >= DENSE, FOLLOWS, 1.0)
         return part
 
     @cached_property
     def rank_keys(self) -> np.ndarray:
-        """One number a rank and era; -1 of nobody's."""
+        """Returns a number for each rank and era; -1 for no rank."""
         keys: np.ndarray = np.where(self.rank_N < 0, -1, self.era_N * 1_000_000 + self.rank_N)
         return keys
 
 
 def changes(share_NB: np.ndarray, log_data_B2: np.ndarray) -> np.ndarray:
-    """[N, 2B]: shares times how far the table's log lookups and log reuse are from what they were at first ([B, 2], or
-    [N, B, 2]; `Observed.log_data_KR2`). What a width is off by changes with them, too."""
+    """Returns [N, 2B]: shares times how far the table's log lookups and log reuse are from their first values ([B,
+    2], or [N, B, 2]; `Observed.log_data_KR2`). A width's error changes with them, too."""
     return (share_NB[:, :, None] * log_data_B2).reshape(len(share_NB), -1)
 
 
@@ -215,13 +215,13 @@ LIGHT = 0.1
 
 
 def lightness(ms_N: np.ndarray, costliest_N: np.ndarray) -> np.ndarray:
-    """[N] 1 of stages that take nothing beside the costliest, towards 0 of those that take as long: how much of them is
-    what any stage takes, caches that have turned cold between two steps' lookups, or a probe's launch."""
+    """Returns [N]: from 1, for stages that take nothing beside the costliest, towards 0 for those that take as long.
+    It is the part that any stage takes: caches turned cold between lookups, a probe's launch."""
     part: np.ndarray = LIGHT * costliest_N / np.maximum(LIGHT * costliest_N + ms_N, 1e-12)
     return part
 
 
 def sources_alike(same: np.ndarray) -> np.ndarray:
-    """How much what sources are off by has in common: of probes and training, much."""
+    """Returns the correlation of sources' errors; that of probes and training is high."""
     alike: np.ndarray = np.where(same, 1.0, 0.9)
     return alike
