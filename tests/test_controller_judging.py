@@ -1,4 +1,4 @@
-"""A move is judged by what came of it, on a simulated cluster: and taken back where that is its fault."""
+"""A move is judged by what came of it, on a simulated cluster: and undone where that is its fault."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def map_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     """Yields moves, moves undone or refused, and drift of the data."""
     for decision in record.decisions:
-        action = str(decision.get("action")).replace("_", " ")
+        action = str(decision.get("action")).replace("rolled_back", "undone")
         if action == "kept" or decision.get("step") is None:
             continue
         worth = worth_in_words(decision)

@@ -12,7 +12,7 @@ SPLITS: dict[str, tuple[str, list[int], str]] = {  # colour, dashes, shape
     "val": (BLUE, [6, 3], "square"),
     "test": (ORANGE, [2, 2], "diamond"),
 }
-EVENTS = ["moved", "rolled back", "refused", "drift"]
+EVENTS = ["moved", "undone", "refused", "drift"]
 
 
 def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
