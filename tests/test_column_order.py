@@ -145,14 +145,14 @@ def test_it_is_evaluated_and_predicts_as_it_was(keys: tuple[str, ...], trained: 
     [
         (
             {"data.dense": ["x", "price"]},
-            r"other dense columns: 'x', 'price', 'age', .* have 'x', 'price' \('age' is missing",
+            r"other dense columns: 'x', 'price', 'age', .* has 'x', 'price' \('age' is missing",
         ),
         ({"data.dense": ["x", "price", "extra"]}, r"'age' is missing, 'extra' is new"),
         (
             {"data.tables": TABLES[1:]},
             r"tables.shared|other features .*: 'user', 'item', 'seen', 'shop', .*'user' is missing",
         ),
-        ({"data.labels": {"buy": 1.0}}, r"other labels: 'click', 'buy', .* have 'buy' \('click' is missing\)"),
+        ({"data.labels": {"buy": 1.0}}, r"other labels: 'click', 'buy', .* has 'buy' \('click' is missing\)"),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 from tests.ranks import run_ranks
@@ -52,7 +52,7 @@ def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_p
     (tmp_path / "split" / "config.yaml").write_text(on.to_yaml())
     with saved_model(tmp_path / "split") as model:
         for table in TABLES:
-            weight = model.bags.sharded.storage.tensors(table["name"])["weight"]
+            weight = model.bags.sharded.storage.tensors(Shard(table["name"]))["weight"]
             assert torch.equal(weight, whole(unsplit)[f"tables.{table['name']}.weight"])
         weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.data.source.tables)
     exported = {name: tensor for name, tensor in weights.tensors() if name.startswith("tables.")}
