@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -377,6 +377,13 @@ def stats_of_part(part: TableConfig, whole: TableConfig, stats: TableStats) -> T
     """Returns the statistics of a table's part: the table's, with mean_pooling times the share of work in the part's
     rows. `row_sixteenths` stay the table's."""
     return _scaled(stats, _share_of_work(part, whole, stats))
+
+
+def part_of(shard: Shard, wholes: Mapping[str, tuple[TableConfig, TableStats]]) -> tuple[TableConfig, TableStats]:
+    """Returns a shard as a table of its own, with its statistics. wholes: tables and statistics by name."""
+    table, stats = wholes[shard.table]
+    part = table.holding(shard)
+    return part, stats_of_part(part, table, stats)
 
 
 def _scaled(stats: TableStats, share: float) -> TableStats:

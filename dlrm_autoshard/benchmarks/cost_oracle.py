@@ -47,6 +47,8 @@ class Noise:
 class CostOracle(Noise):
     """Exact costs of plans on one drawn machine; a seed draws its laws' hidden factors."""
 
+    usual_noise = 0.02
+
     def __init__(
         self,
         tables: Sequence[TableConfig],
@@ -54,11 +56,11 @@ class CostOracle(Noise):
         batch_size: int,
         devices: int,
         seed: int = 0,
-        noise: float = 0.02,
+        noise: float | None = None,
     ) -> None:
-        super().__init__(noise, seed)
+        super().__init__(self.usual_noise if noise is None else noise, seed)
         self.tables, self.stats, self.batch_size, self.devices = tuple(tables), tuple(stats), batch_size, devices
-        self._seed, hidden = seed, np.random.default_rng([seed, 2])
+        self.seed, hidden = seed, np.random.default_rng([seed, 2])
         self._of_shards: dict[tuple[str, ...], CostOracle] = {}
         self._measured_before: Counter[str] = Counter()
         self.dim_T = np.array([table.embedding_dim for table in tables], dtype=np.float64)
@@ -128,7 +130,7 @@ class CostOracle(Noise):
             stats_of = {table.name: stat for table, stat in zip(self.tables, self.stats, strict=True)}
             shards = shard_tables(self.tables, plan)
             stats = [stats_of[shard.shard.table] for shard in shards]
-            made = type(self)(shards, stats, self.batch_size, self.devices, self._seed, self.noise)
+            made = type(self)(shards, stats, self.batch_size, self.devices, self.seed, self.noise)
             self._of_shards[names] = made
         return self._of_shards[names]
 
@@ -153,7 +155,7 @@ class CostOracle(Noise):
         for number, shard in enumerate(shards):
             name = " ".join(shard)
             self._measured_before[name] += 1
-            key = [self._seed, 3, zlib.crc32(name.encode()), self._measured_before[name]]
+            key = [self.seed, 3, zlib.crc32(name.encode()), self._measured_before[name]]
             ms_N2[number] = self.noisy(ms_N2[number], np.random.default_rng(key))
         return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in ms_N2.tolist()]
 

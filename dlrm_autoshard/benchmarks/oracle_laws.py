@@ -5,12 +5,11 @@ oracle = LAWS["raw count"](tables, stats, batch_size=65536, devices=4, seed=0)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from dlrm_autoshard.benchmarks.cost_oracle import CACHE_BYTES, CostOracle
-from dlrm_autoshard.tables import TableConfig, TableStats
 
 # Axes: N sets of tables, T tables, W devices.
 
@@ -43,20 +42,13 @@ class CacheCliff(CostOracle):
 class Clusters(CostOracle):
     """Hidden groups of tables share ids: on one device they save half of the time of all but the largest."""
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        batch_size: int,
-        devices: int,
-        seed: int = 0,
-        noise: float = 0.02,
-    ) -> None:
-        super().__init__(tables, stats, batch_size, devices, seed, noise)
-        wholes = list(dict.fromkeys(table.shard.table for table in tables))
-        groups_R = np.random.default_rng([seed, 4]).integers(max(2, len(wholes) // 4), size=len(wholes))
-        groups_T = groups_R[[wholes.index(table.shard.table) for table in tables]]
-        self._in_group_GT = (groups_T == np.unique(groups_T)[:, None]).astype(np.float64)
+    @cached_property
+    def _in_group_GT(self) -> np.ndarray:
+        wholes = list(dict.fromkeys(table.shard.table for table in self.tables))
+        groups_R = np.random.default_rng([self.seed, 4]).integers(max(2, len(wholes) // 4), size=len(wholes))
+        groups_T = groups_R[[wholes.index(table.shard.table) for table in self.tables]]
+        found: np.ndarray = (groups_T == np.unique(groups_T)[:, None]).astype(np.float64)
+        return found
 
     def compute_ms(self, inside_NT: np.ndarray) -> np.ndarray:
         saved_N2 = np.zeros((len(inside_NT), 2))
@@ -85,16 +77,7 @@ class TwoHosts(CostOracle):
 class Noisy(CostOracle):
     """Measurements differ by 20%, and report as much."""
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        batch_size: int,
-        devices: int,
-        seed: int = 0,
-        noise: float = 0.2,
-    ) -> None:
-        super().__init__(tables, stats, batch_size, devices, seed, noise)
+    usual_noise = 0.2
 
 
 class Outliers(CostOracle):

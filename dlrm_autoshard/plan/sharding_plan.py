@@ -115,6 +115,8 @@ class ShardingPlan:
 
     @cached_property
     def split_tables(self) -> tuple[str, ...]:
+        if all(shard.is_whole for shard in self.shards):
+            return ()
         return tuple(table for table, parts in self._parts.items() if parts != (Shard(table),))
 
     @cached_property

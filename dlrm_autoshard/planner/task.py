@@ -17,7 +17,7 @@ from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Splits, Topology, check_plan, shard_tables
 from dlrm_autoshard.plan.cuts import Piece, pieces_of
 from dlrm_autoshard.planner.units import Units, units_of
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes, stats_of_part, stats_of_whole
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes, part_of, stats_of_part, stats_of_whole
 
 __all__ = ["MeasureTask", "PlacementTask", "Splits"]
 
@@ -146,9 +146,7 @@ class PlacementTask:
 
     def shard(self, name: Shard) -> tuple[TableConfig, TableStats]:
         """Returns a table, or a shard of one, by name, with its statistics."""
-        table, stat = self._whole_of[name.table]
-        part = table.holding(name)
-        return part, stats_of_part(part, table, stat)
+        return part_of(name, self._whole_of)
 
     def has(self, table: TableConfig) -> bool:
         """Returns whether it is one of these tables, or a shard of one."""

@@ -14,7 +14,7 @@ from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, median_time, spread_of_times
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats, stats_of_part
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, part_of
 
 
 class IsolatedProbe:
@@ -53,7 +53,7 @@ class IsolatedProbe:
     def measure_shard(self, names: Iterable[Shard]) -> ShardTime:
         """Measures a shard once more; all repetitions are kept, and their median counts."""
         wanted = frozenset(names)
-        chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
+        chosen = [part_of(name, self._pairs) for name in sorted(wanted, key=self._order)]
         wholes = [self._pairs[t.shard.table][0] for t, _ in chosen]
         measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size, wholes)
         self.shard_times.setdefault(wanted, []).append(measured)
@@ -61,7 +61,7 @@ class IsolatedProbe:
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
         """Returns the plan's profile from the measurements of its shards."""
-        pairs = [[self._pair(name) for name in plan.shards_on(rank)] for rank in range(plan.world_size)]
+        pairs = [[part_of(name, self._pairs) for name in plan.shards_on(rank)] for rank in range(plan.world_size)]
         dims = np.array([sum(table.embedding_dim * stat.features for table, stat in own) for own in pairs])
         forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
         ranks, noise = [], 0.0
@@ -71,12 +71,6 @@ class IsolatedProbe:
             ranks.append(RankCost(one.fwd_compute_ms, float(forward_ms), float(backward_ms), one.bwd_compute_ms))
             noise = max(noise, spread_of_times(times), one.noise)
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
-
-    def _pair(self, name: Shard) -> tuple[TableConfig, TableStats]:
-        """Returns a table or column shard by name, with its statistics."""
-        table, stats = self._pairs[name.table]
-        part = table.holding(name)
-        return part, stats_of_part(part, table, stats)
 
     def _order(self, shard: Shard) -> tuple[int, tuple[int, int], tuple[int, int]]:
         return self._position[shard.table], shard.rows or (0, 0), shard.columns or (0, 0)

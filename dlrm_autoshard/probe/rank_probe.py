@@ -33,7 +33,7 @@ from dlrm_autoshard.planner.estimates import ROUNDS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.kept_memory import KeptMemory
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, now, relative_spread
-from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, stats_of_part
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, part_of
 
 T = TypeVar("T")
 
@@ -144,14 +144,9 @@ class RankProbe:
     def measure_shards(self, shards: Sequence[Sequence[Shard]]) -> list[ShardTime]:
         """Returns times of sets of tables or shards, distributed over ranks that measure at the same time. Call on rank
         0."""
-        pairs = [[self._pair(one) for one in shard] for shard in shards]
+        pairs = [[part_of(one, self._pairs) for one in shard] for shard in shards]
         self._ask(_SHARDS, pairs)
         return self._measure_shards(pairs)
-
-    def _pair(self, shard: Shard) -> tuple[TableConfig, TableStats]:
-        table, stats = self._pairs[shard.table]
-        part = table.holding(shard)
-        return part, stats_of_part(part, table, stats)
 
     # -- every rank --------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,6 @@ class Exchange:
 
     empty: allocates memory for arriving data, given a tensor and a number of elements. replicated: tables copied to
     every rank, whose output columns are left free. packs_ids: send ids in few bytes, for slow networks.
-    because every rank has them: their columns of the output are left free. packs_ids: where the network is slow.
     """
 
     features: Features
