@@ -17,7 +17,7 @@ from dlrm_autoshard.config import Config, ProfileConfig
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from tests.ranks import run_ranks
-from tests.trainers import config, make_runtime, records, trainer
+from tests.trainers import TABLES, config, make_runtime, records, trainer
 
 STEPS, SLOW_FROM = 160, 80
 SLOWER = 5
@@ -76,6 +76,23 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
     assert first["step"] == after[0].end_step and first["balance_gain"] > 0.1
     changed = next(interval for interval in decided_on if interval.step == first["step"])
     assert changed.early and len(changed.timed_SW4) == len(changed.cores_S) >= 4
+
+
+@pytest.mark.alone
+def test_a_change_of_the_data_is_decided_on_by_the_data_since(tmp_path: Path) -> None:
+    """By the data before it, its cost could only be blamed on the ranks."""
+    drift = {"drift": [{"epoch": 1, "permute_pooling": True}], "train_samples": 16 * SLOW_FROM}
+    autoshard = job(tmp_path, 1).autoshard.model_dump(mode="json")
+    autoshard["reshard"] |= {"every_epochs": 1, "every_steps": STEPS}
+    settings = config(tmp_path, data=drift, train={"epochs": 2}, profile={"every_steps": 4}, autoshard=autoshard)
+    run_dir = tmp_path / "run"
+    decided_on, _ = run_ranks(train_with_a_slow_rank, 2, settings, run_dir, timeout=90)
+    early = next(interval for interval in decided_on if interval.early)
+    found = {e.end_step: [table.mean_pooling for table in e.tables] for e in epochs(run_dir)}
+    since = [stat.mean_pooling for stat in early.profile.stats]
+    drawn = [table["mean_pooling"] for table in TABLES]
+    assert found[early.step] == since and sorted(since) == pytest.approx(sorted(drawn), abs=0.5)
+    assert found[SLOW_FROM] == pytest.approx(drawn, abs=0.5) and since != pytest.approx(drawn, abs=0.5)
 
 
 def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list[int]:

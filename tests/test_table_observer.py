@@ -45,6 +45,22 @@ def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within
     assert observer.summary() == {}
 
 
+def test_observers_of_one_step_after_the_other_know_together_what_one_of_all_does() -> None:
+    """Where a change was suspected in vain, the interval's steps are taken together again."""
+    owner: Any = SimpleNamespace(local_lookups=[TableConfig("a", 100, 8)], plan=ShardingPlan({"a": 0}, 2))
+    whole, first, later = (TableObserver(owner) for _ in range(3))
+    steps = [LocalIds(torch.arange(n) // 2, torch.tensor([0, 1, n]), batch_size=1) for n in (8, 3, 5)]
+    for step in steps:
+        whole.observe(step, 2)
+    for observer, step in zip((first, later, later), steps, strict=True):
+        observer.observe(step, 2)
+    empty = TableObserver(owner)
+    empty.add(first)
+    empty.add(later)
+    empty.add(TableObserver(owner))
+    assert empty.summary() == whole.summary() != {}
+
+
 def test_what_was_observed_under_another_plan_is_forgotten() -> None:
     """Whoever has moved the tables: rows of another table are not this one's, nor does their number fit."""
     a, b = TableConfig("a", 100, 8), TableConfig("b", 100, 8)

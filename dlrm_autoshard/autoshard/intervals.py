@@ -46,11 +46,12 @@ from dlrm_autoshard.tables import StatsRecord, TableStats
 
 class Mark(NamedTuple):
     """A place in an interval: steps of the job before it and, since the interval began, this rank's real samples in
-    regular steps and their time."""
+    regular steps, their time, and what was observed of the tables."""
 
     step: int
     samples: int
     seconds: float
+    observed: TableObserver
 
 
 class Ended(NamedTuple):
@@ -165,7 +166,7 @@ class Intervals:
         self._clock.reset(keep=timed)
         self.first_step, self._timed, self._samples = step, self._clock.samples, samples
         self._paused, self._started = 0.0, time.perf_counter() - seconds
-        self._suspected = Mark(step, 0, 0.0)
+        self._suspected = Mark(step, 0, 0.0, self._observer)
 
     def _count(self, step: int, samples: int) -> None:
         """Counts the last of `step` steps, with this rank's real samples in it; collective if it was sampled. Begins
@@ -186,8 +187,17 @@ class Intervals:
             by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
             self.exclude(time.perf_counter() - started)
             if self._watch.see(by_rank[:, :-1], float(by_rank[:, -1].max())):
-                self._suspected = Mark(step - 1, self._samples, self._seconds)
-                self._observer.begin()  # times of after a change are no use beside lookups of before it
+                self._suspected = Mark(step - 1, self._samples, self._seconds, self._observer)
+                # Times after a change are of no use beside lookups before it.
+                self._observer = TableObserver(self._embeddings)
+            elif not self._watch.unusual:
+                self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Takes all lookups of the interval together again."""
+        if self._observer is not self._suspected.observed:
+            self._suspected.observed.add(self._observer)
+            self._observer = self._suspected.observed
 
     def _cut(self, number: int, tell: Callable[[Ended], None]) -> None:
         """Ends the interval where a change was first seen, and begins one with the steps since."""
@@ -203,7 +213,8 @@ class Intervals:
     ) -> tuple[IntervalProfile | None, Decision | None]:
         """Writes the measurements, decides, and moves tables. Returns None if nothing was measured or no decision is
         due."""
-        mark = Mark(step, self._samples, self._seconds)
+        self._dismiss()
+        mark = Mark(step, self._samples, self._seconds, self._observer)
         record, interval = self._measured(number, mark, remaining_steps, early=early)
         if not early:
             self._watch.ended(step - self.first_step)
@@ -248,7 +259,7 @@ class Intervals:
         )
         append_jsonl(rank_file(self._run_dir, runtime.rank), mine.to_json())
         timed = self._clock.timed_ms(PLANNED_STAGES), self._clock.cpu_shares
-        gathered = runtime.gather((mine, self._observer.summary(), timed))
+        gathered = runtime.gather((mine, end.observed.summary(), timed))
         if gathered is None:
             return None, None
         ranks, seen_W, timed_W = zip(*gathered, strict=True)

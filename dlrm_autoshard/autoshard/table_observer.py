@@ -47,6 +47,16 @@ class TableObserver:
             values_N = ids.values_N.to("cpu", copy=True).numpy()  # who gave them may fill their memory anew
             self._first = lengths_TB, values_N
 
+    def add(self, later: TableObserver) -> None:
+        """Adds what another observer has counted since, under the same plan."""
+        if later._ids is None or later._plan != self._plan:
+            return
+        if self._ids is None or self._filled is None:
+            self._ids, self._filled, self._first = later._ids, later._filled, later._first
+        else:
+            self._ids, self._filled = self._ids + later._ids, self._filled + later._filled
+        self._samples += later._samples
+
     def summary(self) -> dict[Shard, TableStats]:
         """Returns shard -> statistics, for tables (or row ranges) of which this rank owns something; {} if nothing
         was observed, or tables have moved since. Starts counting anew."""
