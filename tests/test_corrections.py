@@ -224,20 +224,31 @@ def test_a_saved_planner_with_more_eras_than_profiles_is_a_sentence() -> None:
         Planner(seed=0).load_state_dict(state)
 
 
-def test_how_far_things_vary_is_estimated_anew_where_half_of_the_profiles_are_new_restarts_or_not() -> None:
+def test_how_far_things_vary_is_estimated_anew_where_shards_are_and_kept_restarts_or_not() -> None:
     planner, cluster = Planner(seed=0), SimulatedCluster(1, noise=0.05)
-    estimated = []
-    for number in range(1, 13):
-        before = planner.costs.corrections.to_json()["spreads"]["new_profiles"]
-        follow(planner, cluster.profile(TABLES, STATS, EVEN, 1024))
-        if planner.costs.corrections.to_json()["spreads"]["new_profiles"] <= before:
-            estimated.append(number)
+
+    def interval() -> StepProfile:
+        return replace(cluster.profile(TABLES, STATS, EVEN, 1024), source="measured")
+
+    follow(planner, interval())
+    of_a_profile = planner.costs.corrections.spreads
+    follow(planner, interval())
+    assert planner.costs.corrections.spreads == of_a_profile != Spreads()
+    shards = [
+        ShardSample((table,), (stat,), 1024, 0.3 * number, 0.5 * number)
+        for number, (table, stat) in enumerate(zip(TABLES, STATS, strict=True), start=1)
+    ]
+    planner.costs.observe_shards(shards)
+    spreads = planner.costs.corrections.spreads
+    assert spreads != of_a_profile
+    for _ in range(4):
+        follow(planner, interval())
+        assert planner.costs.corrections.spreads == spreads
         again = Planner(seed=0)
         again.load_state_dict(planner.state_dict())
         assert again.predict(TASK, EVEN) == planner.predict(TASK, EVEN)
         assert again.state_dict() == planner.state_dict()
         planner = again
-    assert estimated == [1, 2, 4, 8]
 
 
 def test_what_a_rank_took_longer_in_one_interval_is_not_expected_of_the_next() -> None:

@@ -106,6 +106,16 @@ def test_only_a_whole_interval_puts_anything_out_of_reach() -> None:
     assert history.out_of_reach == pytest.approx(0.2)
 
 
+def test_a_slow_drift_brings_within_reach_what_was_not() -> None:
+    """Each interval drifts too little to be noticed, and what balance would save may even fall meanwhile."""
+    history, lookups = History(), [1.0] * 10
+    history.looked(0.1, 0.3, 0.0, lookups, early=False)
+    for shifted, why in ((0.05, "no plan for"), (0.09, "no plan for"), (0.11, "")):
+        history.changed([1 + shifted, 1 - shifted] * 5, noticed=False)
+        said = history.why_not_look(0.2, horizon())
+        assert why in said and bool(said) == bool(why)
+
+
 def test_a_search_may_take_more_of_what_is_at_stake_until_a_whole_interval_since_a_change_was_searched() -> None:
     """The plan rests on the slow steps right after the change; what a later interval shows beside it is noise."""
     history = History()

@@ -82,15 +82,14 @@ def test_a_rank_without_tables_is_known_to_have_recovered(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rank_that_shares_its_core_is_slow_however_its_steps_scatter(seed: int) -> None:
-    """With half a core taken steps of one interval differed by half, and shares by 0.06: it took 25 more steps until
-    the steps alone said so."""
+    """With half a core taken steps of one interval differed by half, and shares by 0.06: the steps alone say less."""
     job, blind = Job(seed, noise=0.3), Job(seed, noise=0.3)
     for _ in range(3):
         job.interval(EVEN, core=1.0)
         blind.interval(EVEN)
     job.interval(EVEN, tables=1.6, dense=1.4, core=0.58)
     blind.interval(EVEN, tables=1.6, dense=1.4)
-    assert blind.slowness < 1.3 < 1.5 < job.slowness < 2.4
+    assert blind.slowness < 1.5 < job.slowness < 2.4
     for _ in range(2):
         job.interval(EVEN, core=0.99)
     assert job.slowness == pytest.approx(1.0, abs=0.15)

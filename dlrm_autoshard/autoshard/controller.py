@@ -86,8 +86,8 @@ class Controller:
         when = Horizon(interval.step_ms, steps, least, self.history.must_surely_save(least))
         balance, error = self._balance(interval), prediction_error(self.planner.predict(task, plan), profile.ranks)
         base = replace(base, balance_gain=balance, error_before=error)
-        if interval.early:  # what was out of reach before the change need not be now
-            self.history.out_of_reach = None
+        timed = interval.timed
+        self.history.changed(timed.lookups, noticed=interval.early)
         why = self.history.why_not_look(balance, when)
         if not why or when.steps == 0:  # whoever resumes the job for more epochs starts from what was measured last
             self.planner.costs.observe(profile, task.topology)
@@ -97,11 +97,12 @@ class Controller:
         if why:
             return self._written(decision)
         seconds = time.perf_counter() - started
-        self.history.looked(seconds, decision.balance_gain or 0.0, decision.predicted_gain or 0.0, early=interval.early)
+        balance, gain = decision.balance_gain or 0.0, decision.predicted_gain or 0.0
+        self.history.looked(seconds, balance, gain, timed.lookups, early=interval.early)
         decision = replace(decision, decide_seconds=interval.gather_seconds + seconds)
         if decision.new_plan is None:
             return self._written(decision)
-        self._pending = LastMove(decision, interval.timed, interval.early)
+        self._pending = LastMove(decision, timed, interval.early)
         return decision
 
     def _balance(self, interval: Interval) -> float:

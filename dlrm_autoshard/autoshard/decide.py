@@ -19,6 +19,7 @@ from pydantic import Field
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, moved_part
 
 Price = Annotated[float, Field(gt=0, le=1e18)]
 
@@ -82,8 +83,9 @@ class History:
     """State that earlier looks and refusals leave for the next look.
 
     look_seconds: duration of the last look. out_of_reach: fraction of the step that balance would save but no plan of
-    the last look did; None after a change, until a whole interval has been searched. moved_at: number of intervals at
-    the last whole move. refused_at: plan fingerprint -> number of intervals when a rank refused it.
+    the last look did; None after a change, until a whole interval has been searched. searched: lookups by table then.
+    moved_at: number of intervals at the last whole move. refused_at: plan fingerprint -> number of intervals when a
+    rank refused it.
     """
 
     intervals: int = 0
@@ -91,6 +93,14 @@ class History:
     refused_at: dict[str, int] = field(default_factory=dict)
     look_seconds: float = 0.0
     out_of_reach: float | None = 0.0
+    searched: tuple[float, ...] = ()
+
+    def changed(self, lookups: Sequence[float], *, noticed: bool) -> None:
+        """Puts all within reach again if a change was noticed, or if data drifted since the last search. lookups: by
+        table."""
+        drifted = bool(self.searched) and moved_part(self.searched, lookups) >= NOTABLE_DRIFT
+        if noticed or drifted:
+            self.out_of_reach = None
 
     def why_not_look(self, balance: float, when: Horizon) -> str:
         """Returns why no search is worth its time, or "" if one is. balance: fraction of the step that perfect balance
@@ -122,10 +132,13 @@ class History:
     def _seconds_at_stake(self, balance: float, when: Horizon) -> float:
         return max(0.0, balance - (self.out_of_reach or 0.0)) * when.step_ms / 1000 * when.steps
 
-    def looked(self, seconds: float, balance: float, best_gain: float, *, early: bool) -> None:
+    def looked(
+        self, seconds: float, balance: float, best_gain: float, lookups: Sequence[float] = (), *, early: bool
+    ) -> None:
         """Records a look. best_gain: gain of the best plan. early: the look rested on the few steps since a change,
         too few to call anything out of reach."""
         self.look_seconds, self.out_of_reach = seconds, None if early else balance - max(0.0, best_gain)
+        self.searched = tuple(lookups)
 
     def refused_lately(self, plan: ShardingPlan) -> bool:
         """Returns whether a rank refused the plan in the last intervals; later there may be memory for it."""

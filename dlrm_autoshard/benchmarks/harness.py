@@ -47,6 +47,7 @@ NAMES = (
     "splits",
     "sequences",
     "race-simulated",
+    "forecast",
     "gpu-all",
 )
 _PACKAGES = ("dlrm_autoshard", "torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec", "numpy")

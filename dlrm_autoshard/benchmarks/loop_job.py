@@ -182,7 +182,7 @@ def _rank(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
             started = time.perf_counter()
             source = open_source(job.config.data, job.config.tables)
             if busy_here:
-                source = _BesideBusyEpochs(source, job.busy_epochs, share_core)
+                source = BesideBusyEpochs(source, job.busy_epochs, share_core)
             trainer = Trainer(job.config, runtime, run_dir, source=source)
             if rank == 0:
                 (run_dir / "start_seconds.txt").write_text(str(time.perf_counter() - started))
@@ -192,7 +192,7 @@ def _rank(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
         gc.collect()
 
 
-class _BesideBusyEpochs:
+class BesideBusyEpochs:
     """A source of data that switches a busy neighbour on when it reads batches of certain epochs, else off."""
 
     def __init__(self, source: DataSource, epochs: Sequence[int], share_core: Callable[[bool], None]) -> None:

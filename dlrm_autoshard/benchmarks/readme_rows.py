@@ -80,6 +80,10 @@ ROWS: Mapping[str, Mapping[str, str]] = {
         "real noise, straggler: above the oracle, %": "a rank half as fast for a while: % above the oracle",
         "real noise, calm: overhead, %": "nothing changes: % of the time for deciding and timing steps",
     },
+    "forecast": {
+        "gains off by, %": "gains of random plans over the one before, forecast: off by how many points of the step",
+        "z": "the same over what the forecasts' own uncertainty and the intervals' noise allow",
+    },
     "gpu-all": {
         "peer.w_emb: over the fastest of them": "speed over TorchRec's fastest setting, lookups dominate (W-emb)",
         "peer.w_small: over the fastest of them": "the same, MLPs dominate (W-small)",

@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="race-simulated: leave out this rule",
+        help="race-simulated: leave out this rule; forecast: this term, or these (a+b)",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to FILE as well")

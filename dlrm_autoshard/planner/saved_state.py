@@ -23,11 +23,10 @@ Weights = dict[str, Any]
 
 
 class SpreadsRecord(TypedDict):
-    """The posterior's spreads and the data they were fitted to."""
+    """The posterior's spreads, and the number of start-up shards that they were estimated from."""
 
     likeliest: dict[Spread, Annotated[float, Field(gt=0, le=10)]]
-    new_profiles: Annotated[int, Field(ge=0)]
-    shard_rows: Annotated[int, Field(ge=-1)]
+    shards: Annotated[int, Field(ge=-1)]
 
 
 class CorrectionsRecord(TypedDict):

@@ -1,9 +1,7 @@
 """Conclusions from measurements: which ranks are slow, how far each term varies.
 
 evidence = observed.evidence().in_eras(eras)                     # `observed.py`
-likeliest = LikeliestSpreads()
-likeliest.update(evidence)
-posterior = evidence.posterior(likeliest.spreads)
+posterior = evidence.posterior(likeliest_spreads(evidence))
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -71,33 +69,6 @@ class Evidence:
             causes[key] = Cause(members, spreads.slow_rank**2, price, price_below, rows.of_rank[members])
         # A probe measures for a moment, in which something else may run; an interval's figures are of many.
         return condition(rows.own.covariance(spreads, frozenset()) + noise, values, causes, rows.probed)
-
-
-class LikeliestSpreads:
-    """The likeliest spreads. They are estimated anew once half of the profiles are new, or shards are: that takes
-    most of the time of conditioning, and one more profile says little about spreads."""
-
-    def __init__(self) -> None:
-        self.spreads = Spreads()
-        self._new_profiles, self._shard_rows = 0, -1  # since, and when, they were estimated
-
-    def observed(self) -> None:
-        """Counts one more profile."""
-        self._new_profiles += 1
-
-    def update(self, evidence: Evidence) -> None:
-        profile_N = evidence.rows.profile_N
-        profiles, shard_rows = len(set(profile_N.tolist()) - {-1}), int((profile_N < 0).sum())
-        if shard_rows != self._shard_rows or 2 * self._new_profiles >= max(1, profiles):
-            self.spreads, self._new_profiles, self._shard_rows = likeliest_spreads(evidence), 0, shard_rows
-
-    def to_json(self) -> dict[str, Any]:
-        likeliest = {name: getattr(self.spreads, name) for name in GRID}
-        return {"likeliest": likeliest, "new_profiles": self._new_profiles, "shard_rows": self._shard_rows}
-
-    def load_json(self, record: Mapping[str, Any]) -> None:
-        self.spreads = Spreads(**{name: record["likeliest"][name] for name in GRID})
-        self._new_profiles, self._shard_rows = record["new_profiles"], record["shard_rows"]
 
 
 def likeliest_spreads(evidence: Evidence) -> Spreads:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.formats.json_file import FormatError
-from dlrm_autoshard.planner.corrections.conditioning import Evidence, LikeliestSpreads
+from dlrm_autoshard.planner.corrections.conditioning import GRID, Evidence, likeliest_spreads
 from dlrm_autoshard.planner.corrections.gaussian import Posterior
 from dlrm_autoshard.planner.corrections.observed import Observed
 from dlrm_autoshard.planner.corrections.parts import Parts
@@ -49,13 +49,12 @@ class Corrections:
     def __init__(self) -> None:
         self.profiles: list[StepProfile] = []
         self.eras: list[int] = []  # of ranks, one a profile that was conditioned on
-        self.spreads, self._likeliest = Spreads(), LikeliestSpreads()
+        self.spreads, self._spreads_of = Spreads(), -1  # and the start-up shards that they were estimated with
         self._clear()
 
     def observe(self, profile: StepProfile) -> None:
         """Stores a profile for the next `fit`."""
         self.profiles.append(profile)
-        self._likeliest.observed()
         dropped = max(0, len(self.profiles) - REMEMBERED)
         del self.profiles[:dropped], self.eras[:dropped]
 
@@ -72,7 +71,7 @@ class Corrections:
         if observed is None or evidence is None:
             observed = Observed.of(self.profiles, shards, model, exchange)
             evidence = observed.evidence().in_eras(self.eras)
-        self._condition(observed, evidence)
+        self._condition(observed, evidence, len(shards))
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
@@ -219,10 +218,15 @@ class Corrections:
         self.eras.append(max(priors, key=fit) if len(priors) > 1 else now)
         return of_era[self._now]
 
-    def _condition(self, observed: Observed, evidence: Evidence) -> None:
-        """Computes the posterior. evidence: relative to no factors of tables."""
-        self._likeliest.update(evidence)
-        self.spreads = self._likeliest.spreads
+    def _condition(self, observed: Observed, evidence: Evidence, shards: int) -> None:
+        """Computes the posterior. evidence: relative to no factors of tables.
+
+        Spreads are estimated at the start: where shards are new, and with the probe's first, second, fourth profile. A
+        job's own intervals, few plans in few moments, say little of them (autoshard/README.md)."""
+        number = len(self.profiles)
+        probed = number > 0 and self.profiles[-1].source != "measured" and number & (number - 1) == 0
+        if shards != self._spreads_of or probed:
+            self.spreads, self._spreads_of = likeliest_spreads(evidence), shards
         posterior = evidence.posterior(self.spreads)
         for _ in range(2):  # how tables add up bends with their costs, so their shares are taken again
             own_B2, changed_B2 = self._log_factors(observed, evidence.rows, posterior)
@@ -260,7 +264,8 @@ class Corrections:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        return {"eras": list(self.eras), "spreads": self._likeliest.to_json()}
+        likeliest = {name: getattr(self.spreads, name) for name in GRID}
+        return {"eras": list(self.eras), "spreads": {"likeliest": likeliest, "shards": self._spreads_of}}
 
     def load_json(self, record: Mapping[str, Any], profiles: Sequence[StepProfile]) -> None:
         """Loads the state. profiles: all that were kept, newest last."""
@@ -268,5 +273,5 @@ class Corrections:
             raise FormatError(f"'eras' are of {len(record['eras'])} profiles, and there are {len(profiles)}.")
         self.eras = list(record["eras"])
         if "spreads" in record:  # not in states of older versions
-            self._likeliest.load_json(record["spreads"])
+            self.spreads, self._spreads_of = Spreads(**record["spreads"]["likeliest"]), record["spreads"]["shards"]
         self.profiles = list(profiles)[len(profiles) - len(self.eras) :]
