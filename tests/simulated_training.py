@@ -36,8 +36,7 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 @pytest.fixture(autouse=True)
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that no clock ends or skips, so that slow machines decide like fast ones."""
-    for share in ("LOOK_SHARE", "LOOK_SHARE_UNSURE"):
-        monkeypatch.setattr(thresholds, share, 1000.0)
+    monkeypatch.setattr(thresholds, "LOOK_SHARE", 1000.0)
     monkeypatch.setattr(History, "looked", lambda *_, **__: None)
 
 

@@ -83,16 +83,15 @@ class History:
     """State that earlier looks and refusals leave for the next look.
 
     look_seconds: duration of the last look. out_of_reach: fraction of the step that balance would save but no plan of
-    the last look did; None after a change, until a whole interval has been searched. searched: lookups by table then.
-    moved_at: number of intervals at the last whole move. refused_at: plan fingerprint -> number of intervals when a
-    rank refused it.
+    the last look did. searched: lookups by table then. moved_at: number of intervals at the last whole move.
+    refused_at: plan fingerprint -> number of intervals when a rank refused it.
     """
 
     intervals: int = 0
     moved_at: int | None = None
     refused_at: dict[str, int] = field(default_factory=dict)
     look_seconds: float = 0.0
-    out_of_reach: float | None = 0.0
+    out_of_reach: float = 0.0
     searched: tuple[float, ...] = ()
 
     def changed(self, lookups: Sequence[float], *, noticed: bool) -> None:
@@ -100,7 +99,7 @@ class History:
         table."""
         drifted = bool(self.searched) and moved_part(self.searched, lookups) >= NOTABLE_DRIFT
         if noticed or drifted:
-            self.out_of_reach = None
+            self.out_of_reach = 0.0
 
     def why_not_look(self, balance: float, when: Horizon) -> str:
         """Returns why no search is worth its time, or "" if one is. balance: fraction of the step that perfect balance
@@ -108,14 +107,13 @@ class History:
 
         A search may gain only what is new in the balance, as the last one found no plan for the rest. So while nothing
         changes, all looks together take at most `LOOK_SHARE` of what balance would save in the job, and become ever
-        rarer: each noisy interval is less likely to exceed all earlier ones. After a change the plan rests on the few
-        slow steps right after it, so a search may take more.
+        rarer: each noisy interval is less likely to exceed all earlier ones.
         """
         if when.steps <= 0:
             return "no steps are left"
         if balance < when.min_gain:
             return below_min_gain(balance, when)
-        if balance - (self.out_of_reach or 0.0) < when.min_gain:
+        if balance - self.out_of_reach < when.min_gain:
             return f"perfect balance would save {percent(balance)}, about what the last search found no plan for"
         seconds = self._seconds_at_stake(balance, when)
         if seconds <= thresholds.MOVE_SECONDS:
@@ -126,18 +124,17 @@ class History:
 
     def search_seconds(self, balance: float, when: Horizon) -> float:
         """Returns the seconds that a search may take."""
-        share = thresholds.LOOK_SHARE_UNSURE if self.out_of_reach is None else thresholds.LOOK_SHARE
-        return share * self._seconds_at_stake(balance, when)
+        return thresholds.LOOK_SHARE * self._seconds_at_stake(balance, when)
 
     def _seconds_at_stake(self, balance: float, when: Horizon) -> float:
-        return max(0.0, balance - (self.out_of_reach or 0.0)) * when.step_ms / 1000 * when.steps
+        return max(0.0, balance - self.out_of_reach) * when.step_ms / 1000 * when.steps
 
     def looked(
         self, seconds: float, balance: float, best_gain: float, lookups: Sequence[float] = (), *, early: bool
     ) -> None:
         """Records a look. best_gain: gain of the best plan. early: the look rested on the few steps since a change,
         too few to call anything out of reach."""
-        self.look_seconds, self.out_of_reach = seconds, None if early else balance - max(0.0, best_gain)
+        self.look_seconds, self.out_of_reach = seconds, 0.0 if early else balance - max(0.0, best_gain)
         self.searched = tuple(lookups)
 
     def refused_lately(self, plan: ShardingPlan) -> bool:

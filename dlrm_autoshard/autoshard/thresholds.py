@@ -30,9 +30,8 @@ MEMORY = 6
 """Intervals for which a move asks of the next that it surely saves `min_gain`, and for which a refused plan is not
 asked for again; number of left plans that stay candidates."""
 
-LOOK_SHARE, LOOK_SHARE_UNSURE = 0.05, 0.25
-"""Parts of the seconds at stake, which balance would save, that a look, and the search in it, may take: where a whole
-interval has been searched since the last change, so that what is new may be noise, and where none has."""
+LOOK_SHARE = 0.05
+"""Part of the seconds at stake, which balance would save, that a look, and the search in it, may take."""
 
 MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 4e8, 0.02
 """Bytes/s and seconds. What a move takes until the first was made; then it is measured."""

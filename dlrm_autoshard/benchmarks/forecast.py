@@ -33,6 +33,7 @@ from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile, stages_W4
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.corrections.corrections import Corrections
 from dlrm_autoshard.planner.corrections.terms import Spreads
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
@@ -42,8 +43,6 @@ TITLE = "forecasts of real intervals under random plans: how far off, how sure, 
 ROUGH_TIME = "6 min"
 INTERVALS, STEPS = 15, 40
 TERMS = tuple(field.name for field in fields(Spreads))
-ABSENT = 1e-6
-"""Spread of a term that is left out."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,8 @@ def forecasts(row: Mapping[str, Any], job: Wander, without: Sequence[str] = ()) 
     forecast gain over the interval before was off, and that over what was to be expected (nan: the plan was the same,
     or data or ranks had changed)."""
     planner, topology = Planner(), Topology(WORLD_SIZE)
+    planner.costs.corrections = Corrections(replace(Spreads(), **dict.fromkeys(without, 0.0)))
     planner.load_state_dict(row["planner"])
-    corrections = planner.costs.corrections
-    corrections.spreads = replace(corrections.spreads, **dict.fromkeys(without, ABSENT))
     profiles = [StepProfile.from_json(record) for record in row["profiles"]]
     found = []
     for epoch, (before, after) in enumerate(pairwise(profiles), start=1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,14 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Returns CPU seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
+    """Returns CPU seconds of this process and all that it started, ranks of the fork server included."""
+    import psutil
+
+    seconds, own = 0.0, psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:4])  # its own, and those of its children that have ended
+    return seconds
 
 
 def origins(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Conclusions from measurements: which ranks are slow, how far each term varies.
 
 evidence = observed.evidence().in_eras(eras)                     # `observed.py`
-posterior = evidence.posterior(likeliest_spreads(evidence))
+posterior = evidence.posterior(likeliest_spreads(evidence, Spreads()))
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class Evidence:
         return condition(rows.own.covariance(spreads, frozenset()) + noise, values, causes, rows.probed)
 
 
-def likeliest_spreads(evidence: Evidence) -> Spreads:
-    """Returns the likeliest spreads, chosen one after the other, with `RELUCTANCE`."""
-    best = prior = Spreads()
+def likeliest_spreads(evidence: Evidence, prior: Spreads) -> Spreads:
+    """Returns the likeliest spreads, chosen one after the other, with `RELUCTANCE`; those that are 0 stay it."""
+    best, names = prior, [name for name in GRID if getattr(prior, name) > 0]
 
     @cache
     def fit(spreads: Spreads) -> float:
-        away = sum(np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name in GRID)
+        away = sum(np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name in names)
         return evidence.posterior(spreads).log_evidence - RELUCTANCE * float(away)
 
-    for name, values_of in GRID.items():
-        best = max((replace(best, **{name: value}) for value in values_of), key=fit)
+    for name in names:
+        best = max((replace(best, **{name: value}) for value in GRID[name]), key=fit)
     return best

@@ -9,6 +9,7 @@ log(measured / predicted) = scale + rank + sum of (share x table) + more terms +
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,14 @@ REMEMBERED = 16
 
 
 class Corrections:
-    """The posterior of prediction errors, and the profiles that it is conditioned on."""
+    """The posterior of prediction errors, and the profiles that it is conditioned on. prior: how far terms vary
+    beforehand; one whose spread is 0 is left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: Spreads | None = None) -> None:
+        self._prior = Spreads() if prior is None else prior
         self.profiles: list[StepProfile] = []
         self.eras: list[int] = []  # of ranks, one a profile that was conditioned on
-        self.spreads, self._spreads_of = Spreads(), -1  # and the start-up shards that they were estimated with
+        self.spreads, self._spreads_of = self._prior, -1  # and the start-up shards that they were estimated with
         self._clear()
 
     def observe(self, profile: StepProfile) -> None:
@@ -226,7 +229,7 @@ class Corrections:
         number = len(self.profiles)
         probed = number > 0 and self.profiles[-1].source != "measured" and number & (number - 1) == 0
         if shards != self._spreads_of or probed:
-            self.spreads, self._spreads_of = likeliest_spreads(evidence), shards
+            self.spreads, self._spreads_of = likeliest_spreads(evidence, self._prior), shards
         posterior = evidence.posterior(self.spreads)
         for _ in range(2):  # how tables add up bends with their costs, so their shares are taken again
             own_B2, changed_B2 = self._log_factors(observed, evidence.rows, posterior)
@@ -273,5 +276,6 @@ class Corrections:
             raise FormatError(f"'eras' are of {len(record['eras'])} profiles, and there are {len(profiles)}.")
         self.eras = list(record["eras"])
         if "spreads" in record:  # not in states of older versions
-            self.spreads, self._spreads_of = Spreads(**record["spreads"]["likeliest"]), record["spreads"]["shards"]
+            likeliest = {n: v for n, v in record["spreads"]["likeliest"].items() if getattr(self._prior, n) > 0}
+            self.spreads, self._spreads_of = replace(self._prior, **likeliest), record["spreads"]["shards"]
         self.profiles = list(profiles)[len(profiles) - len(self.eras) :]
