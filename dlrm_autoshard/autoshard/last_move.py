@@ -44,8 +44,8 @@ class LastMove:
         move, before, after = self.decision, self.before, interval.timed
         assert move.new_plan is not None and move.old_plan is not None and move.predicted_gain is not None
         predicted, instead = (move.predicted_gain, move.uncertainty or 0.0), None
-        # A change's first steps are slower than later ones: they tell nothing of settled steps, nor does a prediction
-        # made by them.
+        # The few steps that showed a change were decided on because they stood out, so they overstate it, and a
+        # prediction made by them may.
         if self.early or planner.costs.ranks_changed or not before.alike(after):
             [gain] = planner.gains(task, move.new_plan, [move.old_plan])
             instead = 1 - gain.mean, gain.std
