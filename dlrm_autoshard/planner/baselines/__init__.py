@@ -1,5 +1,4 @@
-"""Algorithms to compare ours with: the reference DreamShard, and the sequence policies of the literature. Not used by
-jobs.
+"""Algorithms that ours are compared with: the reference DreamShard, and the sequence policies of the literature.
 
-Not used by jobs.
+No job uses them.
 """

@@ -2,8 +2,8 @@
 
     policies.place("dreamshard", task, costs)            # {"dreamshard": rank_U, "dreamshard sample": rank_U}
 
-DreamShard's policy is the shipped one, or what `Planner.fit` made of it; nothing is trained at plan time but the
-sequence policies, which are there to be compared with.
+DreamShard's policy is the shipped one, or what `Planner.fit` made of it. Only the sequence policies, which serve
+comparison, are trained at plan time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Larger than medium: the likeliest placement alone."""
 
 
 class Policies:
-    """The networks of all learned algorithms, and placements by them."""
+    """Holds the networks of all learned algorithms, and makes placements by them."""
 
     def __init__(self, settings: DreamShardSettings, seed: int = 0, *, reference: bool = False) -> None:
         self.settings, self.seed = settings, seed
@@ -45,7 +45,7 @@ class Policies:
     def place(
         self, name: str, task: PlacementTask, costs: TaskCosts, deadline: float | None = None
     ) -> dict[str, np.ndarray]:
-        """Returns the policy's placement, and its next best sample. The planner's own policy stays as `fit` left it."""
+        """Returns the policy's placement and its next best sample. The planner's own policy stays as `fit` left it."""
         if name == "dreamshard" and self.reference is not None:
             if not self.reference.trained_iterations:
                 raise PlanError(
@@ -68,7 +68,7 @@ class Policies:
         return {name: found[0], **({f"{name} sample": found[1]} if len(found) > 1 else {})}
 
     def sequence_trainer(self, policy: SequencePolicy) -> SequenceTrainer:
-        """As many updates and episodes as DreamShard's policy gets."""
+        """Returns a trainer with as many updates and episodes as DreamShard's policy gets."""
         settings = SequenceSettings(
             updates=self.settings.iterations * self.settings.policy_updates,
             episodes=self.settings.episodes,

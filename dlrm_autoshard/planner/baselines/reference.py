@@ -1,4 +1,4 @@
-"""The reference DreamShard to the letter (Zha et al., NeurIPS 2022, and its code), to compare ours with.
+"""The reference DreamShard, to the letter (Zha et al., NeurIPS 2022, and its code), to compare ours with.
 
 reference = ReferenceDreamShard(seed=0)
 reference.train(tasks, measure)              # measure(task, plans) -> profiles
@@ -37,7 +37,8 @@ STANDARDISED = slice(1, 4)
 
 @dataclass(frozen=True)
 class Measured:
-    """A placement of the buffer: rank of each table of a task, the heads of every device, the costliest device's ms."""
+    """A placement in the buffer: the rank of each of a task's tables, every device's three heads, and the costliest
+    device's ms."""
 
     task: int
     rank_T: np.ndarray
@@ -46,14 +47,14 @@ class Measured:
 
 
 class ReferenceDreamShard:
-    """Weak points included: a table's features change with its companions, an empty device counts as one all-zero
-    table, three cost heads (no forward exchange), a policy that does not see the table it places and whose
-    log-probabilities are over all devices though sampling was masked by memory.
+    """Trains and places as the published code does, its weak points included: a table's features change with its
+    companions, an empty device counts as one table of zeros, there is no head for the forward exchange, and the policy
+    does not see the table it places. Its log-probabilities are over all devices though sampling was masked by memory.
 
-    Where no device has room the reference crashes; here the episode goes to the roomiest device, and a plan that
-    overflows is replaced by a legal one. Tables that must stay together share the rank of the first.
+    Where no device has room the published code crashes. Here the episode goes to the device with most room, and a plan
+    that overflows is replaced by a legal one. Tables that must stay together share the rank of the first.
 
-    Axes: T tables, D devices, E episodes, 3 heads; see `reference_nets` for more.
+    Axes: T tables, D devices, E episodes, 3 heads; `reference_nets` has more.
     """
 
     def __init__(self, seed: int = 0, settings: DreamShardSettings = PUBLISHED) -> None:
@@ -65,7 +66,7 @@ class ReferenceDreamShard:
         self.trained_iterations = 0
 
     def train(self, tasks: Sequence[PlacementTask], measure: MeasureTask) -> None:
-        """Algorithm 1: collect placements, update the cost network, update the policy; over and over."""
+        """Runs Algorithm 1: collects placements, updates the cost network, updates the policy, and starts over."""
         settings = self.settings
         features = [scaled_by_task(task) for task in tasks]
         placements: list[Measured] = []
@@ -87,19 +88,20 @@ class ReferenceDreamShard:
             self.trained_iterations += 1
 
     def place(self, task: PlacementTask) -> np.ndarray:
-        """[U] ranks: the likeliest device at each step; evened out by lookups instead where that overflows."""
+        """Returns ranks [U]: the likeliest device at each step. Where that overflows, units are spread by lookups
+        instead."""
         likeliest = self.rollout(task, scaled_by_task(task), episodes=0)
         return _legal_units(task, likeliest.order, likeliest.actions_TE[:, 0])
 
     def rollout(self, task: PlacementTask, features_RF: np.ndarray, episodes: int) -> Episodes:
-        """`episodes` sampled side by side; 0: one episode of the likeliest devices."""
+        """Returns `episodes` sampled at once; 0: one episode of the likeliest devices."""
         tables, devices, count = len(features_RF) - 1, task.world_size, max(episodes, 1)
         embedding, held_of = self.cost_net.table_net(features_RF), self.policy.table_net(features_RF)
         order = np.argsort(-self.cost_net.heads(embedding[:-1])[0].sum(axis=1), kind="stable")
         noise = gumbel_noise((tables, count, devices), self.generator) if episodes else np.zeros((tables, 1, 1))
 
         def of_devices(sums: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """[..., 3] predicted costs and [...] logits of devices with these sums of embeddings."""
+            """Returns predicted costs [..., 3] and logits [...] of devices with these sums of embeddings."""
             costs = self.cost_net.heads(sums)[0]
             return costs, self.policy.logits(held, costs)[0]
 
@@ -143,7 +145,8 @@ class ReferenceDreamShard:
 
 
 class Buffer:
-    """Placements measured so far. Devices and placements are drawn independently, uniformly, with replacement."""
+    """Holds the placements measured so far, and draws devices and placements independently, uniformly, with
+    replacement."""
 
     def __init__(self, features: Sequence[np.ndarray], placements: Sequence[Measured]) -> None:
         starts = np.cumsum([0] + [len(rows) - 1 for rows in features])
@@ -169,14 +172,14 @@ class Buffer:
 
 
 def measured(task: PlacementTask, number: int, rank_U: np.ndarray, measure: MeasureTask) -> Measured:
-    """A legal placement of task `number`, measured."""
+    """Returns a legal placement of task `number` with its measurements."""
     [profile] = measure(task, [task.plan_from(rank_U)])
     heads = np.array([[rank.stage(stage) for stage in HEADS] for rank in profile.ranks], dtype=np.float32)
     return Measured(number, rank_U[task.units.unit_of_T], heads, max(rank.total_ms for rank in profile.ranks))
 
 
 def scaled_by_task(task: PlacementTask) -> np.ndarray:
-    """[T + 1, 21]: the last row, all zero, is what an empty device holds."""
+    """Returns scaled features [T + 1, 21]; the last row, all zeros, stands for what an empty device holds."""
     raw = raw_features(task.tables, task.stats)
     spread = raw[:, STANDARDISED].std(axis=0)
     raw[:, STANDARDISED] -= raw[:, STANDARDISED].mean(axis=0)

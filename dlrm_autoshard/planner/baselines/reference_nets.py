@@ -3,7 +3,7 @@
     net.gradients(features_RF, kernels, placements)      # the sum of four mean squared errors
     policy.gradients(features_RF, episodes, 1e-3)        # REINFORCE, log-probabilities over all devices
 
-Sizes, ReLUs (after table and cost embeddings, too) and the uniform start are the reference's.
+Sizes, ReLUs (also after table and cost embeddings) and the uniform initialisation are the published code's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EMBED = 32
 
 @dataclass(frozen=True)
 class Kernels:
-    """Devices of measured placements: [B, R] 1 where a device has a table, and the ms of its three heads [B, 3]."""
+    """Devices of measured placements: 1 where a device has a table [B, R], and the ms of its three heads [B, 3]."""
 
     owned_BR: np.ndarray
     heads_B3: np.ndarray
@@ -34,14 +34,16 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Placements:
-    """Measured placements: [B, D, R] who has what (nothing at all where a task has fewer devices), [B] overall ms."""
+    """Measured placements: which device has which tables [B, D, R], with zeros where a task has fewer devices, and
+    the overall ms [B]."""
 
     owned_BDR: np.ndarray
     overall_B: np.ndarray
 
 
 class ReferenceCostNet:
-    """21-128-32 a table, summed over a device, 32-64-1 a head; maximum over devices, 32-64-1 for the overall cost."""
+    """Maps each table through 21-128-32, sums over a device, and each head through 32-64-1. The overall cost is
+    32-64-1 of the maximum over devices."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.table_net = _table_net(generator)
@@ -50,7 +52,7 @@ class ReferenceCostNet:
         self.nets = {"table_net": self.table_net, **self.head_nets, "overall_net": self.overall_net}
 
     def heads(self, devices: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[..., 3] ms from device embeddings [..., 32]."""
+        """Returns ms [..., 3] from device embeddings [..., 32]."""
         results = [net.forward(devices) for net in self.head_nets.values()]
 
         def backward(grad: np.ndarray) -> np.ndarray:
@@ -62,7 +64,8 @@ class ReferenceCostNet:
     def overall(
         self, devices_BDE: np.ndarray, exists_BD: np.ndarray | None = None
     ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """[B] overall ms from the embeddings of all devices of a placement; of those that exist."""
+        """Returns overall ms [B] from the embeddings of each placement's devices; those that do not exist are left
+        out."""
         if exists_BD is not None:
             devices_BDE = np.where(exists_BD[..., None], devices_BDE, -np.inf)
         largest_BE = devices_BDE.argmax(axis=1)
@@ -77,7 +80,8 @@ class ReferenceCostNet:
         return overall_B1[:, 0], backward
 
     def gradients(self, features_RF: np.ndarray, kernels: Kernels, placements: Placements) -> float:
-        """The loss: the three heads' mean squared errors on some devices plus the overall cost's on some placements."""
+        """Computes the loss's gradients: the three heads' mean squared errors on some devices plus the overall
+        cost's on some placements."""
         tables_RE, tables_backward = self.table_net.forward(features_RF)
         predicted_B3, heads_backward = self.heads(kernels.owned_BR @ tables_RE)
         owned_BDR = placements.owned_BDR
@@ -92,7 +96,8 @@ class ReferenceCostNet:
 
 @dataclass(frozen=True)
 class Episodes:
-    """`order` [T] of placing, by table number; `costs_TED3`: what the heads said of the devices before each step."""
+    """Sampled episodes. order: tables by number, in the order of placing [T]; costs_TED3: heads of the devices
+    before each step."""
 
     order: np.ndarray
     actions_TE: np.ndarray
@@ -101,7 +106,8 @@ class Episodes:
 
 
 class ReferencePolicy:
-    """21-128-32 a table, summed over a device; its three costs through 3-64-32; one logit a device."""
+    """Maps each table through 21-128-32 and sums over a device, maps its three costs through 3-64-32, and gives one
+    logit a device."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.table_net = _table_net(generator)
@@ -110,7 +116,8 @@ class ReferencePolicy:
         self.nets = {"table_net": self.table_net, "cost_net": self.cost_net, "logit_net": self.logit_net}
 
     def logits(self, held: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, Backward]:
-        """[...] from sums of table embeddings [..., 32] and predicted costs [..., 3]; backward: to the sums."""
+        """Returns logits [...] from sums of table embeddings [..., 32] and predicted costs [..., 3]. Gradients reach
+        the sums."""
         costs_embedded, cost_backward = self.cost_net.forward(costs)
         logits, logit_backward = self.logit_net.forward(np.concatenate([held, costs_embedded], axis=-1))
 
@@ -122,7 +129,8 @@ class ReferencePolicy:
         return logits[..., 0], backward
 
     def gradients(self, features_RF: np.ndarray, episodes: Episodes, entropy_weight: float) -> None:
-        """features_RF: of this task's tables and the row of zeros; both terms are means over steps and episodes."""
+        """Computes the policy's gradients, as means over steps and episodes. features_RF: this task's tables and the
+        row of zeros."""
         steps = len(episodes.order)
         reward_TE = np.tile(-episodes.predicted_E.astype(np.float64), (steps, 1))
         advantage_E = (reward_TE[0] - reward_TE.mean()) / (reward_TE.std(ddof=1) + 1e-8)

@@ -47,10 +47,12 @@ class SequenceSettings:
 
 
 class SequencePolicy(nn.Module):
-    """An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device.
-    In AutoShard that representation is the sum of the device's table vectors, what the cost head makes of it (its
-    computation: AutoShard knows no communication) and how full it is, and the match is a network on [state, device,
-    state x device]. The RNN baseline sees of a device only how many units it has, and how full it is.
+    """Reads units in the order of placing with an LSTM, and matches each step's output with a representation of each
+    device.
+
+    AutoShard represents a device by the sum of its table vectors, what the cost head makes of it (computation only, as
+    AutoShard knows no communication) and how full it is, and matches by a network on [state, device, state x device].
+    The RNN baseline knows only how many units a device has and how full it is.
     """
 
     fitted: Tensor
@@ -71,23 +73,25 @@ class SequencePolicy(nn.Module):
             self.cost_head = mlp([EMBED, 64, 1], generator)
 
     def embed_units(self, mdp: EstimatedMDP) -> Tensor:
-        """[U, EMBED] in the order of placing."""
+        """Returns vectors [U, EMBED] in the order of placing."""
         embedded: Tensor = self.table_net(torch.from_numpy(mdp.features_TF)) * 0.1
         return embedded.new_zeros(len(mdp.order), EMBED).index_add(0, torch.from_numpy(mdp.step_of_T), embedded)
 
     def states(self, unit_UE: Tensor) -> Tensor:
-        """[U, H]: what the LSTM knows at each step: the units up to this one, and how far it is."""
+        """Returns states [U, H]: what the LSTM knows at each step of the units so far."""
         progress = torch.arange(len(unit_UE)).unsqueeze(1) / len(unit_UE)
         states, _ = self.lstm(torch.cat([unit_UE, progress], dim=1))
         return states
 
     def compute(self, held: Tensor) -> Tensor:
-        """[...] predicted computation of devices with these sums of table vectors [..., EMBED], in even shares."""
+        """Returns predicted computation [...] of devices with these sums of table vectors [..., EMBED], in even
+        shares."""
         predicted: Tensor = self.cost_head(held)
         return predicted.squeeze(-1)
 
     def logits(self, state: Tensor, held: Tensor, known: Tensor) -> Tensor:
-        """[..., D] from the state [..., H], device sums [..., D, EMBED] and two known numbers a device [..., D, 2]."""
+        """Returns logits [..., D] from the state [..., H], device sums [..., D, EMBED] and two known numbers a
+        device [..., D, 2]."""
         device = self.device_net(torch.cat([held, known], dim=-1) if self.enriched else known)
         state = state.unsqueeze(-2).expand_as(device)
         logits: Tensor = self.match_net(torch.cat([state, device, state * device], dim=-1)).squeeze(-1)
@@ -102,13 +106,13 @@ class SequencePolicy(nn.Module):
 
 
 class SequenceTrainer:
-    """AutoShard's reward is balance, the least device's computation over the largest's, as measured (at plan time: as
-    the cost model predicts it), and its cost head learns the same figures; the RNN baseline's is minus the predicted
-    cost.
+    """Trains a sequence policy. AutoShard's reward is balance, the least device's computation over the largest's,
+    measured or, at plan time, as the cost model predicts it; its cost head learns the same figures. The RNN baseline's
+    reward is minus the predicted cost.
 
-    Kept from AutoShard: networks and sizes, actor with a baseline, entropy weight, gradient clip. Not kept: its IMPALA
-    machinery and 100,000 steps (episodes are simulated in a batch, so on-policy updates do), and memory by penalty (the
-    mask of all our algorithms).
+    AutoShard's networks and sizes, actor with a baseline, entropy weight and gradient clip are kept. Its IMPALA
+    machinery and 100,000 steps are not: episodes are simulated in a batch, so on-policy updates do. Memory is held by
+    the mask of all our algorithms, not by a penalty.
     """
 
     def __init__(self, policy: SequencePolicy, settings: SequenceSettings = SequenceSettings(), seed: int = 0) -> None:
@@ -124,8 +128,8 @@ class SequenceTrainer:
         deadline: float | None = None,
         measure: MeasureTask | None = None,
     ) -> None:
-        """With `measure`, AutoShard's reward is the measured balance, as in the paper; without (at plan time), the cost
-        model's."""
+        """Trains on tasks. With `measure`, AutoShard's reward is the measured balance, as in the paper; without (at
+        plan time), the cost model's."""
         mdps: dict[int, EstimatedMDP] = {}
         seen: dict[int, list[tuple[np.ndarray, Tensor]]] = {}
         for update in range(self.settings.updates):
@@ -157,7 +161,7 @@ class SequenceTrainer:
         return [rank_U for _, rank_U in sorted(found, key=lambda pair: pair[0])]
 
     def episodes(self, mdp: EstimatedMDP, count: int) -> Played:
-        """`count` sampled episodes side by side, gradients kept; 0: the likeliest one."""
+        """Returns `count` sampled episodes with gradients, played at once; 0: the likeliest one."""
         policy, units, devices = self.policy, mdp.task.units, mdp.task.world_size
         rows, width = np.arange(max(count, 1)), max(count, 1)
         noise = gumbel_noise((len(mdp.order), width, devices), self.generator) if count else None
@@ -208,7 +212,8 @@ class SequenceTrainer:
         return replace(played, reward_E=balance(played)) if policy.enriched else played
 
     def _update(self, played: Played) -> None:
-        """Policy gradient with a learned baseline for each step (the reward comes at the end, gamma is 1)."""
+        """Updates by policy gradient with a learned baseline for each step (the reward comes at the end, gamma is
+        1)."""
         error_UE = played.reward_E - self.policy.baseline(played.states_UH)
         advantage_UE = error_UE.detach() / (played.reward_E.std() + 1e-2)
         loss = -(advantage_UE * played.log_prob_UE).sum(dim=0).mean()
@@ -217,7 +222,7 @@ class SequenceTrainer:
         self._descend(loss)
 
     def _learn_costs(self, mdp: EstimatedMDP, placements: Sequence[tuple[np.ndarray, Tensor]]) -> None:
-        """The cost head, of placements drawn from those of this task that were played."""
+        """Trains the cost head on placements drawn from those of this task that were played."""
         for _ in range(self.settings.cost_updates):
             batch = max(1, self.settings.cost_batch // mdp.task.world_size)
             drawn = [placements[i] for i in self.generator.integers(len(placements), size=batch)]
@@ -238,7 +243,8 @@ class SequenceTrainer:
 
 @dataclass(frozen=True)
 class Played:
-    """compute_ED: of each device in the end, in even shares; NaN in an episode that overflowed."""
+    """Episodes that were played. compute_ED: each device's final computation, in even shares; NaN in an episode that
+    overflowed."""
 
     rank_EU: np.ndarray
     overflow_E: np.ndarray
@@ -251,13 +257,13 @@ class Played:
 
 
 def balance(played: Played) -> Tensor:
-    """[E] least over largest computation of the devices; of an episode that overflowed: -1."""
+    """Returns the least over the largest computation of the devices [E]; -1 for an episode that overflowed."""
     least_E, largest_E = played.compute_ED.amin(dim=1), played.compute_ED.amax(dim=1)
     return (least_E / largest_E.clamp(min=1e-9)).nan_to_num(nan=-1.0)
 
 
 def measured_compute(task: PlacementTask, played: Played, measure: MeasureTask) -> np.ndarray:
-    """[E, D] ms of computation; an episode that overflowed cannot be measured: NaN."""
+    """Returns ms of computation [E, D]; NaN for an episode that overflowed, which cannot be measured."""
     legal = [task.plan_from(rank_U) for rank_U in played.rank_EU[~played.overflow_E]]
     compute_ED = np.full((len(played.overflow_E), task.world_size), np.nan, dtype=np.float32)
     if legal:
@@ -267,7 +273,7 @@ def measured_compute(task: PlacementTask, played: Played, measure: MeasureTask) 
 
 
 def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
-    """Linear layers with ReLU between them, initialised from `generator` (He for the hidden ones)."""
+    """Returns linear layers with ReLU between them, initialised from `generator` (He for the hidden ones)."""
     layers: list[nn.Module] = []
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)  # which would draw from torch's own generator
