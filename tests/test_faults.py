@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_autoshard.distributed.ranks import heartbeats
+from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
 from tests.jobs import CONFIG, TRAIN, started, steps_saved, torchrun, until
 
 pytestmark = pytest.mark.alone
@@ -164,3 +166,33 @@ def test_ranks_outlive_no_torchrun(config: Path, tmp_path: Path) -> None:
         job.process.kill()
         until(lambda: not any(member.is_running() for member in members.values()), 20)
         assert "stopped by SIGTERM after step" in job.said()
+
+
+class _LostStore:
+    """A store that answers once, when a rank starts; torchrun, which kept it, is gone then."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def clone(self) -> _LostStore:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.asked += 1
+        if self.asked > 1:
+            raise RuntimeError("Broken pipe")
+
+
+def test_a_rank_that_loses_the_store_before_it_sees_that_torchrun_is_gone_is_asked_to_stop_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It could end without a checkpoint, where torchrun was killed between its looks at the one and the other."""
+    store, asked = _LostStore(), list[int]()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr(heartbeats, "_INTERVAL", 0.1)
+    monkeypatch.setattr(heartbeats.os, "getppid", lambda: 1 if store.asked > 1 else 4_000_000)
+    monkeypatch.setattr(heartbeats.os, "kill", lambda process, number: asked.append(number))
+    monkeypatch.setattr(Heartbeats, "_end", lambda self, cause: None)
+    with Heartbeats(store, 1, 2, timeout_seconds=10):  # type: ignore[arg-type]
+        until(lambda: bool(asked), 5)
+    assert asked == [signal.SIGTERM]

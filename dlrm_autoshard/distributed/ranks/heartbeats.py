@@ -194,8 +194,8 @@ class Heartbeats:
             if self._parent not in (None, os.getppid()):
                 self._parent = None
                 os.kill(os.getpid(), signal.SIGTERM)  # torchrun is gone, and nobody else would end this rank
-            if self._world_size == 1:
-                continue
+            if self._world_size == 1 or self._gone is not None:
+                continue  # the parent is still watched: torchrun may be what the store went with
             if slept:
                 self._changed = dict.fromkeys(self._changed, now)
             try:
@@ -204,7 +204,6 @@ class Heartbeats:
                 self._answered = time.monotonic()
             except RuntimeError:  # the job is over, or `_watch_the_store` reports it
                 self._gone = time.monotonic()
-                return
 
     def _ticks(self) -> Iterator[tuple[float, bool]]:
         """Yields (now, whether this process was suspended, when others' silence means nothing), once per interval."""
