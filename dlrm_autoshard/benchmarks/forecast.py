@@ -7,7 +7,6 @@ nothing of the difference. Jobs are kept in runs/forecast, so other terms can be
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,24 +22,22 @@ from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.last_move import LastMove
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings, on_pinned_ranks
-from dlrm_autoshard.benchmarks.loop_job import BesideBusyEpochs, settings
-from dlrm_autoshard.benchmarks.paired import with_interval
-from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE, busy_neighbour
+from dlrm_autoshard.benchmarks.loop_job import Job, settings, trainer_of
+from dlrm_autoshard.benchmarks.paired import mean_with_interval, with_interval
+from dlrm_autoshard.benchmarks.plans_interleaved import WORLD_SIZE
 from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile, stages_W4
-from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections.corrections import Corrections
 from dlrm_autoshard.planner.corrections.terms import Spreads
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.training.trainer import Trainer
 
 TITLE = "forecasts of real intervals under random plans: how far off, how sure, and what each term of them is worth"
-ROUGH_TIME = "6 min"
+ROUGH_TIME = "5 min"
 INTERVALS, STEPS = 15, 40
 TERMS = tuple(field.name for field in fields(Spreads))
 
@@ -130,17 +127,16 @@ def summarise(rows: Sequence[Mapping[str, Any]], groups: Sequence[str]) -> dict[
     of_all = [forecasts(row, JOBS[row["of"][0]]) for row in rows]
     for row, steps_N3 in zip(rows, of_all, strict=True):
         off_N = np.abs(steps_N3[np.isfinite(steps_N3[:, 1]), 1])
-        found.put(f"{row['of'][0]}: gains off by, %", 100 * float(off_N.mean()), digits=2)
+        found.put(f"{row['of'][0]}: gains off by, %", 100 * float(off_N.mean()))
     every_N3 = np.concatenate(of_all)
     gains_N3 = every_N3[np.isfinite(every_N3[:, 1])]
-    mean = lambda x: x.mean(axis=-1)  # noqa: E731
-    found.put("steps off by, %", with_interval(mean, 100 * np.abs(every_N3[:, 0])), digits=2)
-    found.put("gains off by, %", with_interval(mean, 100 * np.abs(gains_N3[:, 1])), digits=2)
+    found.put("steps off by, %", mean_with_interval(100 * np.abs(every_N3[:, 0])), digits=2)
+    found.put("gains off by, %", mean_with_interval(100 * np.abs(gains_N3[:, 1])), digits=2)
     found.put("z", with_interval(lambda x: np.sqrt((x**2).mean(axis=-1)), gains_N3[:, 2]), "<= 1.5", digits=2)
     for group in groups:
         other_N3 = np.concatenate([forecasts(row, JOBS[row["of"][0]], group.split("+")) for row in rows])
         further_N = 100 * (np.abs(other_N3[:, 1]) - np.abs(every_N3[:, 1]))
-        found.put(f"without {group}", with_interval(mean, further_N[np.isfinite(further_N)]), digits=2)
+        found.put(f"without {group}", mean_with_interval(further_N[np.isfinite(further_N)]), digits=2)
     return vars(found)
 
 
@@ -156,22 +152,18 @@ def forecasts(row: Mapping[str, Any], job: Wander, without: Sequence[str] = ()) 
     for epoch, (before, after) in enumerate(pairwise(profiles), start=1):
         planner.costs.observe(before, topology)
         task = PlacementTask.build(after.tables, after.stats, topology, batch_size=after.batch_size)
-        step_ms, was_ms = (_step_ms(stages_W4(profile.ranks)) for profile in (after, before))
-        off = float(np.log(_step_ms(stages_W4(planner.predict(task, after.plan))) / step_ms))
+        step_ms, was_ms = step_cost_ms(after.ranks), step_cost_ms(before.ranks)
+        off = float(np.log(step_cost_ms(planner.predict(task, after.plan)) / step_ms))
         changed = epoch in job.changes or (epoch in job.busy) != (epoch - 1 in job.busy)
         if changed or before.plan == after.plan:
             found.append((off, np.nan, np.nan))
             continue
         saved_D = planner.saved(task, before.plan, [after.plan])[:, 0]
         gain = 1 - step_ms / was_ms
-        noise = (1 - gain) * np.hypot(before.noise, after.noise) / IQR_OF_NORMAL
+        noise = (1 - gain) * np.hypot(before.standard_error, after.standard_error)
         away = float(saved_D.mean()) - gain
         found.append((off, away, away / max(float(np.hypot(saved_D.std(), noise)), 1e-4)))
     return np.array(found)
-
-
-def _step_ms(ms_W4: np.ndarray) -> float:
-    return float(ms_W4.max(axis=0).sum())
 
 
 def measured(name: str, intervals: int) -> dict[str, Any]:
@@ -186,15 +178,7 @@ def _rank(rank: int, world_size: int, job: Wander, folder: str, intervals: int) 
     world = dist.group.WORLD
     assert world is not None
     runtime, config = runtime_of(world, torch.device("cpu")), job.config(Path(folder), intervals)
-    source, busy_here = open_source(config.data, config.tables), rank == world_size - 1 and bool(job.busy)
-    with (
-        open(Path(folder, f"said_{rank}.txt"), "w") as said,
-        contextlib.redirect_stdout(said),
-        busy_neighbour(busy_here) as share_core,
-    ):
-        if busy_here:
-            source = BesideBusyEpochs(source, job.busy, share_core)
-        trainer = Trainer(config, runtime, Path(folder), source=source)
+    with trainer_of(Job("wandering", config, job.busy), runtime, Path(folder)) as trainer:
         resharding = trainer.job.intervals.resharding
         assert resharding is not None
         if resharding.controller is None:

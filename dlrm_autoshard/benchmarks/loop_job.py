@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
@@ -173,26 +173,34 @@ def _rank(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
         if rank == 0:
             run_dir.mkdir(parents=True)
         runtime.barrier()
-        busy_here = rank == world_size - 1 and bool(job.busy_epochs)
-        with (
-            open(run_dir / f"said_{rank}.txt", "w") as said,
-            contextlib.redirect_stdout(said),
-            busy_neighbour(busy_here) as share_core,
-        ):
-            started = time.perf_counter()
-            source = open_source(job.config.data, job.config.tables)
-            if busy_here:
-                source = BesideBusyEpochs(source, job.busy_epochs, share_core)
-            trainer = Trainer(job.config, runtime, run_dir, source=source)
-            if rank == 0:
-                (run_dir / "start_seconds.txt").write_text(str(time.perf_counter() - started))
+        with trainer_of(job, runtime, run_dir) as trainer:
             if job.trains:
                 trainer.run()
             del trainer
         gc.collect()
 
 
-class BesideBusyEpochs:
+@contextlib.contextmanager
+def trainer_of(job: Job, runtime: Runtime, run_dir: Path) -> Iterator[Trainer]:
+    """Yields this rank's trainer of the job, beside the busy process of its busy epochs. Its output goes to a file, and
+    its start's seconds to another."""
+    busy_here = runtime.rank == runtime.world_size - 1 and bool(job.busy_epochs)
+    with (
+        open(run_dir / f"said_{runtime.rank}.txt", "w") as said,
+        contextlib.redirect_stdout(said),
+        busy_neighbour(busy_here) as share_core,
+    ):
+        started = time.perf_counter()
+        source = open_source(job.config.data, job.config.tables)
+        if busy_here:
+            source = _BesideBusyEpochs(source, job.busy_epochs, share_core)
+        trainer = Trainer(job.config, runtime, run_dir, source=source)
+        if runtime.rank == 0:
+            (run_dir / "start_seconds.txt").write_text(str(time.perf_counter() - started))
+        yield trainer
+
+
+class _BesideBusyEpochs:
     """A source of data that switches a busy neighbour on when it reads batches of certain epochs, else off."""
 
     def __init__(self, source: DataSource, epochs: Sequence[int], share_core: Callable[[bool], None]) -> None:

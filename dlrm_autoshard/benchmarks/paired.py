@@ -74,6 +74,11 @@ FEWEST = 5
 Samples: TypeAlias = Sequence[float] | np.ndarray
 
 
+def mean_with_interval(values: Samples) -> Ratio:
+    """Returns the mean with its 95% bootstrap interval."""
+    return with_interval(lambda rows: rows.mean(axis=-1), values)
+
+
 def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
     """Returns mean(numerator) / mean(denominator) over paired samples, with its interval."""
     return with_interval(lambda a, b: a.mean(axis=-1) / b.mean(axis=-1), numerator, denominator)

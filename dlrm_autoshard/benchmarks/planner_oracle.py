@@ -17,7 +17,7 @@ import numpy as np
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.oracle_laws import LAWS, TwoHosts
-from dlrm_autoshard.benchmarks.paired import with_interval
+from dlrm_autoshard.benchmarks.paired import mean_with_interval
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec, its_placement
 from dlrm_autoshard.benchmarks.plain_rival import plain_rival
 from dlrm_autoshard.plan import Topology
@@ -52,7 +52,7 @@ def run(quick: bool) -> dict[str, Any]:
         count = 4 if quick else 30 if (tables, devices) in CELLS else 10
         rows = [judged(tables, devices, index) for index in range(count)]
         for name in rows[0]:
-            found.put(f"{name}_{cell}", with_interval(lambda x: x.mean(axis=-1), [row[name] for row in rows]))
+            found.put(f"{name}_{cell}", mean_with_interval([row[name] for row in rows]))
         if (tables, devices) in TARGETS:
             over_optimum, over_heuristic = TARGETS[tables, devices]
             found.targets |= {f"over_near_optimum_{cell}": over_optimum, f"over_best_heuristic_{cell}": over_heuristic}
@@ -63,7 +63,7 @@ def run(quick: bool) -> dict[str, Any]:
             targets = LAW_FIGURES | ({"over_near_optimum": "<= 1.03"} if tables == 100 else {})
             targets |= {"over_torchrec": "<= 0.85"} if law == "two hosts" else {}
             for name in [name for name in targets if name in rows[0]]:
-                mean = with_interval(lambda x: x.mean(axis=-1), [row[name] for row in rows])
+                mean = mean_with_interval([row[name] for row in rows])
                 found.put(f"{law}, {tables}x{devices}: {name}", mean, targets[name])
     found.notes = [
         "costs are an oracle's arithmetic, not hardware's; figures are means over tasks",
